@@ -1,0 +1,36 @@
+# `make` alone lists what there is. ARGS and PYTEST_ARGS go to the command behind a target:
+#   make demo ARGS="--store demo.db"      make test PYTEST_ARGS="-m 'not engine'"
+PYTHON ?= python3
+BIN := .venv/bin
+.DEFAULT_GOAL := help
+.PHONY: help bootstrap demo test check format bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## */\1|/p' Makefile | while IFS='|' read -r name text; do \
+	    printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+bootstrap:  ## install what the rest needs into .venv (first time: minutes; then nothing to do)
+	@command -v $(PYTHON) >/dev/null || { echo "bootstrap: no $(PYTHON) found: install Python 3.11 or newer, or name one: make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) scripts/bootstrap.py
+
+demo: bootstrap  ## a real engine with a tiny model, and the stopwatch of its requests
+	$(BIN)/stagetrace demo $(ARGS)
+
+check: bootstrap  ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: check  ## check, then every test, those with the real engine included
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+format: bootstrap  ## put the sources into the one format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: bootstrap  ## what recording costs, measured here
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## remove what builds and tests left (the environment stays: rm -r .venv)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

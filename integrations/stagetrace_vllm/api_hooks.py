@@ -1,0 +1,239 @@
+"""API-server process: stages 1-3, the hand-over of 4, and the front-end half of 10 and 12."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from stagetrace.plugin import (
+    HookGroup,
+    HookSpec,
+    Root,
+    current,
+    engine_starts,
+    key_of,
+    marks,
+    new_root,
+    now,
+    recorder,
+    signed,
+)
+
+from .asgi import Shell
+
+#: Texts on their way to a tokenizer thread, by identity: threads of a pool do not inherit context variables.
+_tokenizing: dict[int, int] = {}
+
+
+@dataclass
+class OfflineCall:
+    """One ``LLM.generate`` or ``LLM.chat``: many roots, made one after the other as prompts are rendered."""
+
+    started: int
+    roots: list[Root]
+    open: bool = False
+
+
+class _Offline:
+    call: OfflineCall | None = None
+
+
+_offline = _Offline()
+
+
+def root_now() -> Root | None:
+    """The root the running code works for; offline, a new one for each prompt that turns up."""
+    root = current.get()
+    call = _offline.call
+    if root is not None or call is None:
+        return root
+    if not call.open:
+        call.roots.append(_new_root(call.started, marks.OFFLINE))
+        call.open = True
+    return call.roots[-1]
+
+
+def _new_root(started: int, kind: int) -> Root:
+    root = new_root()
+    high, low = signed(root.trace_high), signed(root.trace_low)
+    recorder.mark(marks.ROOT, root.number, high, low, 3, kind, started)
+    return root
+
+
+def engine_building(_instance: Any) -> None:
+    """An engine is about to be built: from here on there is something to record."""
+    engine_starts()
+
+
+def shell(_state: Any, _app: Any, stack: Any) -> Any:
+    """Put our layer around the application's middleware."""
+    return Shell(stack)
+
+
+def handler_entered(_serving: Any, request: Any) -> None:
+    """Body parsed and validated: the request handler begins."""
+    root = current.get()
+    if root is None:
+        return
+    root.streams = bool(getattr(request, "stream", False))
+    limit = getattr(request, "max_completion_tokens", None) or getattr(request, "max_tokens", None)
+    limit = limit or getattr(request, "max_output_tokens", None) or -1
+    n = getattr(request, "n", None) or 1
+    recorder.mark(marks.HANDLER, root.number, root.received_bytes, root.streams, n, limit)
+
+
+def render_entered(_renderer: Any, conversations: Any) -> None:
+    """Messages are about to be rendered to one string."""
+    root = root_now()
+    if root is not None:
+        recorder.mark(marks.RENDER, root.number, sum(len(c) for c in conversations))
+
+
+def tokenize_entered(_renderer: Any, prompts: Any) -> tuple[int, list[int]] | None:
+    """Text is about to become ids."""
+    root = root_now()
+    if root is None:
+        return None
+    texts = [text for p in prompts if isinstance(p, dict) and isinstance(text := p.get("prompt"), str)]
+    recorder.mark(marks.TOKENIZE, root.number, sum(map(len, texts)))
+    for text in texts:
+        _tokenizing[id(text)] = root.number
+    return root.number, [id(text) for text in texts]
+
+
+def tokenize_left(state: tuple[int, list[int]] | None, _renderer: Any, prompts: Any) -> None:
+    """Ids are there: count them."""
+    if state is None:
+        return
+    number, texts = state
+    counts = [len(p.get("prompt_token_ids") or ()) for p in prompts if isinstance(p, dict)]
+    recorder.mark(marks.TOKENIZED, number, sum(counts))
+    for text in texts:
+        _tokenizing.pop(text, None)
+
+
+def tokenize_failed(state: tuple[int, list[int]] | None, _renderer: Any, _error: BaseException) -> None:
+    """Forget the texts of a tokenisation that raised."""
+    for text in state[1] if state else ():
+        _tokenizing.pop(text, None)
+
+
+def tokenizer_took(_renderer: Any, prompt: Any) -> None:
+    """A tokenizer thread takes a text up: until now it waited for the pool."""
+    number = _tokenizing.get(id(prompt.get("prompt"))) if isinstance(prompt, dict) else None
+    if number is not None:
+        recorder.mark(marks.TOKENIZE_RUN, number)
+
+
+def handed_over(_processor: Any, request: Any, parent_req: Any, request_index: Any) -> None:
+    """The engine request exists and is about to be sent: join it to its root."""
+    root = root_now() or _new_root(now(), marks.DIRECT)
+    sequence = key_of(request.request_id)
+    root.sequences.append(sequence)
+    prompt = len(request.prompt_token_ids or ())
+    params = request.sampling_params
+    limit = getattr(params, "max_tokens", None) or 0
+    recorder.mark(marks.ADD, root.number, signed(sequence), prompt, limit, request_index or 0)
+    recorder.text(marks.INTERNAL_ID, sequence, request.request_id)
+    external = getattr(request, "external_req_id", None) or request.request_id
+    recorder.text(marks.EXTERNAL_ID, root.number, external)
+    if params is not None:
+        grammar = int(getattr(params, "structured_outputs", None) is not None)
+        temperature, top_p = round(params.temperature * 1e6), round(params.top_p * 1e6)
+        recorder.mark(marks.SAMPLING, sequence, temperature, top_p, params.top_k, grammar)
+    call = _offline.call
+    if call is not None and (parent_req is None or (request_index or 0) + 1 >= parent_req.sampling_params.n):
+        call.open = False
+
+
+def outputs_entered(_processor: Any, outputs: Any, timestamp: Any) -> tuple[int, int, int]:
+    """A batch of the engine's outputs is about to be detokenised."""
+    return now(), int((timestamp or 0.0) * 1e9), len(outputs)
+
+
+def outputs_left(state: tuple[int, int, int], _processor: Any, result: Any) -> None:
+    """Outputs detokenised and queued for their clients; stop strings were seen on the way."""
+    entered, stamp, rows = state
+    recorder.mark(marks.OUTPUTS, 0, entered, now(), stamp, rows)
+    for identifier in result.reqs_to_abort:
+        recorder.mark(marks.STOPPED, key_of(identifier))
+
+
+def aborting(processor: Any, request_ids: Any, internal: Any) -> Any:
+    """The front end gives requests up. ``request_ids`` may be any iterable: only re-iterable ones are read."""
+    if not isinstance(request_ids, list | tuple | set):
+        return
+    for identifier in request_ids:
+        names = [identifier] if internal else processor.external_req_ids.get(identifier, ())
+        for name in names:
+            recorder.mark(marks.ABORTED, key_of(name))
+
+
+def offline_entered(_llm: Any) -> bool:
+    """An offline call begins; ``chat`` may call ``generate``, which then is part of it."""
+    if _offline.call is not None or current.get() is not None:
+        return False
+    _offline.call = OfflineCall(now(), [])
+    return True
+
+
+def offline_left(outermost: bool, _llm: Any, _result: Any) -> None:
+    """The outputs are about to be returned."""
+    _offline_end(outermost, failed=0)
+
+
+def offline_failed(outermost: bool, _llm: Any, _error: BaseException) -> None:
+    """The call raised."""
+    _offline_end(outermost, failed=1)
+
+
+def _offline_end(outermost: bool, failed: int) -> None:
+    call = _offline.call
+    if not outermost or call is None:
+        return
+    _offline.call = None
+    for root in call.roots:
+        recorder.mark(marks.END, root.number, failed)
+
+
+_CHAT = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.create_chat_completion"
+_COMPLETION = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.create_completion"
+_RENDERER = "vllm.renderers.base:BaseRenderer"
+_OUTPUTS = "vllm.v1.engine.output_processor:OutputProcessor"
+_TOKENIZE = {
+    "enter": tokenize_entered, "leave": tokenize_left, "fail": tokenize_failed, "takes": ("prompts",)
+}  # fmt: skip
+_OFFLINE = {"enter": offline_entered, "leave": offline_left, "fail": offline_failed}
+
+GROUPS = (
+    HookGroup("build", (), (
+        HookSpec("vllm.v1.engine.async_llm:AsyncLLM.__init__", engine_building),
+    )),
+    HookGroup("build_offline", (), (
+        HookSpec("vllm.v1.engine.llm_engine:LLMEngine.__init__", engine_building),
+    )),
+    HookGroup("http", ("http_receive", "detokenize", "teardown"), (
+        HookSpec("fastapi.applications:FastAPI.build_middleware_stack", leave=shell, replaces=True),
+    )),
+    HookGroup("chat", ("http_receive",), (HookSpec(_CHAT, handler_entered, takes=("request",)),)),
+    HookGroup("completion", ("http_receive",), (HookSpec(_COMPLETION, handler_entered, takes=("request",)),)),
+    HookGroup("render", ("chat_template", "tokenize"), (
+        HookSpec(f"{_RENDERER}.render_chat_async", render_entered, takes=("conversations",)),
+        HookSpec(f"{_RENDERER}.render_chat", render_entered, takes=("conversations",)),
+        HookSpec(f"{_RENDERER}.tokenize_prompts_async", awaits=True, **_TOKENIZE),
+        HookSpec(f"{_RENDERER}.tokenize_prompts", **_TOKENIZE),
+    )),
+    HookGroup("tokenizer_pool", (), (
+        HookSpec(f"{_RENDERER}._tokenize_prompt", tokenizer_took, takes=("prompt",)),
+    ), optional=True),
+    HookGroup("join", ("admission", "detokenize", "decode", "teardown"), (
+        HookSpec(f"{_OUTPUTS}.add_request", handed_over, takes=("request", "parent_req", "request_index")),
+        HookSpec(f"{_OUTPUTS}.process_outputs", outputs_entered, outputs_left,
+                 takes=("engine_core_outputs", "engine_core_timestamp")),
+        HookSpec(f"{_OUTPUTS}.abort_requests", aborting, takes=("request_ids", "internal")),
+    )),
+    HookGroup("offline", ("teardown",), (
+        HookSpec("vllm.entrypoints.llm:LLM.generate", **_OFFLINE),
+        HookSpec("vllm.entrypoints.llm:LLM.chat", **_OFFLINE),
+    )),
+)  # fmt: skip

@@ -1,0 +1,140 @@
+"""The outermost ASGI layer of the API server: where a request's first byte arrives and its last one leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from stagetrace.plugin import Guard, Root, current, marks, new_root, recorder, signed
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+ROUTES = {"/v1/chat/completions": 1, "/v1/completions": 2}
+#: Header → (field, longest value kept). Nothing else of a request's headers is read.
+HEADERS = {
+    b"traceparent": (marks.TRACEPARENT, 128),
+    b"tracestate": (marks.TRACESTATE, 512),
+    b"x-request-id": (marks.CLIENT_ID, 128),
+}
+
+guard = Guard("asgi")
+
+
+class Shell:
+    """Wraps the application; requests to other routes pass through untouched."""
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = begin(scope, receive, send)
+        if watch is None:
+            await self.app(scope, receive, send)
+            return
+        token = current.set(watch.root)
+        try:
+            await self.app(scope, watch.receive, watch.send)
+        except BaseException:
+            watch.end(failed=1)
+            raise
+        else:
+            watch.end(failed=0)
+        finally:
+            current.reset(token)
+
+
+def begin(scope: Scope, receive: Receive, send: Send) -> Watch | None:
+    """Start watching a request to one of our routes; None for everything else."""
+    try:
+        if guard.off or scope["type"] != "http" or scope.get("method") != "POST":
+            return None
+        path = scope["path"].removeprefix(scope.get("root_path") or "")
+        operation = ROUTES.get(path)
+        if operation is None or recorder.paused():
+            return None
+        root = new_root()
+        recorder.mark(
+            marks.ROOT, root.number, signed(root.trace_high), signed(root.trace_low), operation, 0
+        )
+        recorder.text(marks.ROUTE, root.number, path)
+        seen = set()
+        for name, value in scope.get("headers") or ():
+            field = HEADERS.get(name.lower())
+            # The first of a repeated header wins; an over-long or unprintable one is nobody's id.
+            if field and name not in seen and len(value) <= field[1] and value.isascii():
+                seen.add(name)
+                text = value.decode("ascii")
+                if text.isprintable():
+                    recorder.text(field[0], root.number, text)
+        return Watch(root, receive, send)
+    except Exception as error:
+        guard.failed(error)
+        return None
+
+
+class Watch:
+    """The receive and send of one request, with marks."""
+
+    def __init__(self, root: Root, receive: Receive, send: Send) -> None:
+        self.root = root
+        self._receive = receive
+        self._send = send
+        self._complete = False
+
+    async def receive(self) -> Message:
+        """Pass a message on, counting body bytes and noting a client that goes away."""
+        message = await self._receive()
+        try:
+            if message["type"] == "http.request":
+                self.root.received_bytes += len(message.get("body") or b"")
+            elif message["type"] == "http.disconnect" and not self._complete:
+                recorder.mark(marks.DISCONNECT, self.root.number)
+        except Exception as error:
+            guard.failed(error)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on, then note when its bytes had been handed over."""
+        await self._send(message)
+        try:
+            if message["type"] == "http.response.body":
+                self._sent(message)
+            elif message["type"] == "http.response.start":
+                recorder.mark(marks.STATUS, self.root.number, message["status"])
+        except Exception as error:
+            guard.failed(error)
+
+    def _sent(self, message: Message) -> None:
+        root = self.root
+        body = message.get("body") or b""
+        self._complete = not message.get("more_body", False)
+        if root.streams and not root.text_sent and has_text(body):
+            root.text_sent = True
+            recorder.mark(marks.FIRST_TEXT, root.number)
+        recorder.mark(marks.SENT, root.number, len(body))
+
+    def end(self, failed: int) -> None:
+        """Note that the application has returned."""
+        try:
+            recorder.mark(marks.END, self.root.number, failed)
+        except Exception as error:
+            guard.failed(error)
+
+
+def has_text(chunk: bytes) -> bool:
+    """Whether a chunk of server-sent events carries generated text, and not only a role or usage figures."""
+    for line in chunk.splitlines():
+        if not line.startswith(b"data: {"):
+            continue
+        for choice in json.loads(line[6:]).get("choices") or ():
+            delta = choice.get("delta")
+            if not isinstance(delta, dict):
+                delta = choice
+            if any(delta.get(key) for key in ("content", "text", "reasoning", "reasoning_content", "tool_calls")):
+                return True
+    return False

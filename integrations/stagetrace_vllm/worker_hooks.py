@@ -1,0 +1,180 @@
+"""Worker process (or the engine core itself, with one GPU): what a step's time was spent on.
+
+Only steps that the engine's hooks have stamped are timed: warm-up and dummy runs carry no stamp. One worker reports,
+the first of the last pipeline stage, which is the one that samples.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stagetrace.plugin import HookGroup, HookSpec, marks, now, recorder
+
+
+class Step:
+    """The step this worker works on. A worker runs its model on one thread, so one is enough."""
+
+    number: int | None = None
+    #: 1 when the device goes on working after a call has returned: host times are then launch times.
+    device_async: int = 0
+    forward_from: int = 0
+    head_from: int = 0
+    embedding_from: int = 0
+
+
+step = Step()
+_handles: list[Any] = []
+
+
+def reports(worker: Any) -> bool:
+    """Whether this worker is the one whose times stand for its step."""
+    parallel = worker.parallel_config
+    last_stage = (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
+    return bool(worker.rank % parallel.world_size == last_stage)
+
+
+def execute_entered(worker: Any, output: Any) -> int:
+    """A step reaches the worker."""
+    stamp = getattr(output, "_stagetrace_step", None)
+    step.number = stamp if stamp is not None and reports(worker) else None
+    step.device_async = int(getattr(worker.device, "type", "cpu") != "cpu")
+    return now()
+
+
+def execute_left(entered: int, _worker: Any, _result: Any) -> None:
+    """The model has been run, or on a GPU launched."""
+    _interval(marks.EXECUTE, entered, now())
+
+
+def sample_call_entered(_worker: Any) -> int:
+    """The engine asks for the sampled tokens."""
+    return now()
+
+
+def sample_call_left(entered: int, _worker: Any, _result: Any) -> None:
+    """Sampled; the step is over for this worker."""
+    _interval(marks.SAMPLE_CALL, entered, now())
+    step.number = None
+
+
+def v1_forward_entered(_runner: Any) -> int:
+    """V1 runner: the model is called."""
+    return now()
+
+
+def v1_forward_left(entered: int, _runner: Any, _result: Any) -> None:
+    """V1 runner: hidden states are there; what follows up to the return is the head."""
+    step.head_from = now()
+    _interval(marks.FORWARD, entered, step.head_from)
+
+
+def v1_execute_left(_state: Any, _runner: Any, result: Any) -> None:
+    """V1 runner: logits are there (a result here means there were none to make)."""
+    if result is None and step.head_from:
+        _interval(marks.LM_HEAD, step.head_from, now())
+    step.head_from = 0
+
+
+def sampler_entered(_runner: Any) -> int:
+    """The sampler is called."""
+    return now()
+
+
+def sampler_left(entered: int, _runner: Any, _result: Any) -> None:
+    """One id per sequence is drawn."""
+    _interval(marks.SAMPLE, entered, now())
+
+
+def v2_forward_entered(*_: Any) -> None:
+    """V2 runner: inputs are ready, the model or its graph is about to run."""
+    step.forward_from = now()
+
+
+def v2_execute_left(_state: Any, _runner: Any, _result: Any) -> None:
+    """V2 runner: nothing but the forward lies between its start and the return."""
+    if step.forward_from:
+        _interval(marks.FORWARD, step.forward_from, now())
+    step.forward_from = 0
+
+
+def v2_head_entered(_runner: Any) -> None:
+    """V2 runner: from here to the sampler's call it is the head."""
+    step.head_from = now()
+
+
+def v2_sampler_entered(_sampler: Any) -> int:
+    """V2 runner: logits are there, the sampler is called."""
+    entered = now()
+    if step.head_from:
+        _interval(marks.LM_HEAD, step.head_from, entered)
+    step.head_from = 0
+    return entered
+
+
+def model_loaded(_state: Any, worker: Any, _result: Any) -> None:
+    """Watch the embedding, where nothing compiles or captures the model it is part of."""
+    config = worker.vllm_config.compilation_config
+    compiles = getattr(config.mode, "value", config.mode) or getattr(config.cudagraph_mode, "value", 0)
+    if not reports(worker):
+        return
+    if compiles:
+        recorder.text(marks.ENGINE, 0, "embedding=fused")
+        return
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    for module in worker.model_runner.get_model().modules():
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
+            _handles.append(module.register_forward_pre_hook(_embedding_entered))
+            _handles.append(module.register_forward_hook(_embedding_left))
+            return
+
+
+def _embedding_entered(_module: Any, _inputs: Any) -> None:
+    step.embedding_from = now()
+
+
+def _embedding_left(_module: Any, _inputs: Any, output: Any) -> None:
+    if step.number is not None:
+        rows = output.shape[0]
+        recorder.mark(
+            marks.EMBEDDING, step.number, step.embedding_from, now(), step.device_async, rows
+        )
+
+
+def release() -> None:
+    """Remove what was attached to the model itself."""
+    while _handles:
+        _handles.pop().remove()
+
+
+def _interval(kind: int, start: int, end: int) -> None:
+    if step.number is not None:
+        recorder.mark(kind, step.number, start, end, step.device_async)
+
+
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+_SAMPLER = "vllm.v1.worker.gpu.sample.sampler:Sampler.__call__"
+_REJECTION = "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler.__call__"
+
+GROUPS = (
+    HookGroup("worker", ("embedding", "prefill", "lm_head", "sample"), (
+        HookSpec(f"{_WORKER}.execute_model", execute_entered, execute_left, takes=("scheduler_output",)),
+        HookSpec(f"{_WORKER}.sample_tokens", sample_call_entered, sample_call_left),
+        HookSpec(f"{_WORKER}.load_model", leave=model_loaded, pausable=False),
+    )),
+    HookGroup("v1_runner", ("prefill", "lm_head", "sample"), (
+        HookSpec(f"{_V1}._model_forward", v1_forward_entered, v1_forward_left),
+        HookSpec(f"{_V1}.execute_model", leave=v1_execute_left),
+        HookSpec(f"{_V1}._sample", sampler_entered, sampler_left),
+    ), optional=True),
+    HookGroup("v2_runner", ("prefill", "lm_head", "sample"), (
+        HookSpec("vllm.v1.worker.gpu.async_utils:StepTimingCollector.forward_start", v2_forward_entered,
+                 otherwise=("vllm.v1.worker.gpu.kv_connector:KVConnector.pre_forward",)),
+        HookSpec(f"{_V2}.execute_model", leave=v2_execute_left),
+        HookSpec(f"{_V2}.sample", v2_head_entered),
+        HookSpec(_SAMPLER, v2_sampler_entered, sampler_left),
+    ), optional=True),
+    HookGroup("v2_speculative", (), (HookSpec(_REJECTION, v2_sampler_entered, sampler_left),), optional=True),
+)  # fmt: skip

@@ -1,0 +1,56 @@
+"""stagetrace: a stopwatch on each of the twelve stages of a real LLM request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from .store import Trace
+
+__version__ = "0.1.0"
+__all__ = ["flush", "instrument", "load", "status", "uninstrument"]
+
+
+def instrument(store: str | None = "stagetrace.db", store_max: int | None = None) -> None:
+    """Record the engine that this process is about to build.
+
+    Call it before the engine is built; the collector is started when that happens. Idempotent, and it never raises
+    into the host: what went wrong is logged and shown by :func:`status`.
+
+    Args:
+        store: file the collector writes (None: keep nothing).
+        store_max: size in bytes at which the oldest requests are removed; 1 GiB when None.
+    """
+    from . import api
+
+    api.instrument({"store": store, "store_max": store_max})
+
+
+def status() -> dict[str, Any]:
+    """Return the session, the hooks of this process and their states."""
+    from . import api
+
+    return api.status()
+
+
+def flush(timeout_s: float = 3.0) -> bool:
+    """Wait until the collector has stored what was recorded so far; False if it did not within ``timeout_s``."""
+    from . import api
+
+    return api.flush(timeout_s)
+
+
+def load(path: str | PathLike[str]) -> Trace:
+    """Read a store: ``.requests``, ``.steps``, ``.runs``. Raises ``stagetrace.store.StoreError``."""
+    from . import store
+
+    return store.load(path)
+
+
+def uninstrument() -> None:
+    """Take every hook out of this process and restore the engine's methods exactly."""
+    from . import api
+
+    api.uninstrument()

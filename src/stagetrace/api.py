@@ -1,0 +1,72 @@
+"""The Python entry points, loaded when first used."""
+
+from __future__ import annotations
+
+import logging
+import time
+from importlib.metadata import entry_points
+from typing import Any
+
+from . import runtime, session
+
+log = logging.getLogger("stagetrace")
+GROUP = "stagetrace.integrations"
+
+
+def integrations() -> list[runtime.Integration]:
+    """Every integration whose plug-in can be imported."""
+    found = []
+    for entry in entry_points(group=GROUP):
+        try:
+            found.append(entry.load())
+        except Exception as error:  # one plug-in's failure stays its own
+            log.warning("stagetrace: integration %s not loaded (%s)", entry.name, type(error).__name__)
+    return found
+
+
+def instrument(options: dict[str, Any]) -> None:
+    """See :func:`stagetrace.instrument`."""
+    try:
+        runtime.options(options)
+        for integration in integrations():
+            runtime.activate(integration)
+    except Exception as error:
+        log.warning("stagetrace: not instrumented (%s)", type(error).__name__)
+
+
+def status() -> dict[str, Any]:
+    """See :func:`stagetrace.status`."""
+    directory = runtime.directory()
+    return {
+        "recording": runtime.recorder.recording,
+        "session": str(directory) if directory else None,
+        "hooks": runtime.states(),
+    }
+
+
+def flush(timeout_s: float) -> bool:
+    """See :func:`stagetrace.flush`."""
+    directory = runtime.directory()
+    if directory is None:
+        return True
+    request = directory / session.FLUSH
+    stamp = str(time.monotonic_ns())
+    try:
+        request.write_text(stamp)
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            done = directory / session.FLUSHED
+            if done.exists() and done.read_text() == stamp:
+                return True
+            time.sleep(0.02)
+    except OSError as error:
+        log.warning("stagetrace: flush failed (%s)", error.strerror)
+    return False
+
+
+def uninstrument() -> None:
+    """See :func:`stagetrace.uninstrument`."""
+    try:
+        runtime.deactivate()
+    except Exception as error:
+        log.warning("stagetrace: not everything was removed (%s)", type(error).__name__)

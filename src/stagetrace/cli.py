@@ -1,0 +1,150 @@
+"""The command line. Bad input is one line on stderr and exit code 2; ``run`` ends with its command's code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_STORE = Path("stagetrace.db")
+
+app = typer.Typer(
+    name="stagetrace",
+    help="A stopwatch on each of the twelve stages of a real LLM request.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+StoreArgument = Annotated[Path, typer.Argument(metavar="[FILE]", help="A store; stagetrace.db if not given.")]
+
+
+class Fault(Exception):
+    """Unusable input: one line for the person, exit code 2."""
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="The server's command line.")],
+    store: Annotated[Path, typer.Option(metavar="FILE", help="Where to keep what is recorded.")] = DEFAULT_STORE,
+    no_store: Annotated[bool, typer.Option("--no-store", help="Keep nothing on disk.")] = False,
+    store_max: Annotated[
+        str, typer.Option(metavar="SIZE", help="Remove the oldest requests beyond this.")
+    ] = "1GiB",
+) -> None:
+    """Run a server with every stage of its requests recorded; the exit code is the server's."""
+    from .store import parse_size
+    from .supervise import run as supervise
+
+    try:
+        limit = parse_size(store_max)
+    except ValueError as error:
+        raise Fault(f"--store-max: {error}") from None
+    raise typer.Exit(supervise(command, None if no_store else store, limit))
+
+
+@app.command()
+def stages(
+    file: StoreArgument = DEFAULT_STORE,
+    request: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Response id, x-request-id, internal id or trace id."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All requests as one JSON document.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the stage table itself.")] = False,
+    last: Annotated[int, typer.Option(metavar="N", help="How many of the newest requests to print.")] = 3,
+) -> None:
+    """The stopwatch: what each of the twelve stages of a request took."""
+    if markdown:
+        from .stages import markdown as table
+
+        typer.echo(table())
+        return
+    from .report.requests import print_json, print_stopwatches
+    from .store import find, load
+
+    trace = load(file, limit=None if request or as_json else last)
+    records = find(trace, request) if request else trace.requests
+    if request and not records:
+        raise Fault(f"{file} has no request {request}; `stagetrace stages {file} --json` lists the ids it has")
+    for line in trace.notices:
+        typer.echo(f"stagetrace: {line}", err=True)
+    if as_json:
+        print_json(records)
+    else:
+        print_stopwatches(records, file)
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="A model directory; a tiny one is made if not given.")
+    ] = None,
+    store: Annotated[Path, typer.Option(metavar="FILE", help="Where to keep what is recorded.")] = DEFAULT_STORE,
+) -> None:
+    """Serve a tiny model with the real engine, send it requests, and print their stopwatches."""
+    from .demo import run_demo
+
+    raise typer.Exit(run_demo(model, store))
+
+
+@app.command()
+def pause(
+    session: Annotated[str | None, typer.Argument(help="A session's name; the only live one if not given.")] = None,
+) -> None:
+    """Stop recording in a running server; its hooks pass straight through."""
+    _set_paused(session, True)
+
+
+@app.command()
+def resume(
+    session: Annotated[str | None, typer.Argument(help="A session's name; the only live one if not given.")] = None,
+) -> None:
+    """Go on recording in a server that was paused."""
+    _set_paused(session, False)
+
+
+def _set_paused(name: str | None, paused: bool) -> None:
+    from . import session
+    from .rings import set_paused
+
+    live = session.live()
+    chosen = [s for s in live if name in (None, s.name, str(s))]
+    if len(chosen) != 1:
+        names = ", ".join(s.name for s in live) or "none"
+        raise Fault(f"which session? running: {names}; start one with `stagetrace run -- CMD`, or name one")
+    flag = chosen[0] / session.PAUSED
+    # The flag is for rings that are yet to come, the byte in each ring for those that are there.
+    flag.touch(mode=0o600) if paused else flag.unlink(missing_ok=True)
+    rings = set_paused(chosen[0], paused)
+    typer.echo(f"{'paused' if paused else 'resumed'} {chosen[0].name} ({rings} recording threads)")
+
+
+def main() -> None:
+    """Entry point of ``stagetrace``."""
+    from .session import SessionError
+    from .store import StoreError
+
+    try:
+        code = app(standalone_mode=False)
+    except (Fault, StoreError, SessionError) as error:
+        _fail(str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+    except Exception as error:
+        # Typer carries its own click: a usage error is told by what it can do, not by its class.
+        if not hasattr(error, "format_message"):
+            raise
+        command = getattr(getattr(error, "ctx", None), "command_path", "stagetrace")
+        _fail(f"{error.format_message()} (see `{command} --help`)")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(line: str) -> None:
+    print(f"stagetrace: {line}", file=sys.stderr)
+    sys.exit(2)

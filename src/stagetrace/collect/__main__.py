@@ -1,0 +1,64 @@
+"""``python -m stagetrace.collect DIRECTORY``: collect a session that an engine process has opened."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+from .. import session
+from ..store import StoreError, StoreWriter
+from .loop import Collector, Sink
+from .sink import StoreSink
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Collect until the last writer has gone."""
+    parser = argparse.ArgumentParser(prog="stagetrace.collect")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--store")
+    parser.add_argument("--store-max", type=int, default=1 << 30)
+    options = parser.parse_args(arguments)
+    directory = session.check(options.directory)
+    (directory / session.OWNER).write_text(str(os.getpid()))
+    # Both are meant for the server; this process ends by itself once the server has.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sink = _store(options.store, options.store_max)
+    sinks: list[Sink] = [sink] if sink else []
+    collector = Collector(directory, sinks)
+    _collect(collector, os.getppid())
+    collector.close()
+    if sink:
+        sink.close()
+    shutil.rmtree(directory, ignore_errors=True)
+    return 0
+
+
+def _store(path: str | None, max_bytes: int) -> StoreSink | None:
+    if path is None:
+        return None
+    try:
+        return StoreSink(StoreWriter(path, max_bytes), say)
+    except StoreError as error:
+        say(f"{error}; nothing will be stored")
+        return None
+
+
+def _collect(collector: Collector, parent: int) -> None:
+    """Poll until every process that wrote, and the one that started us, are gone."""
+    while session.alive(parent) or collector.writers():
+        time.sleep(0.02 if collector.poll() else 0.1)
+
+
+def say(line: str) -> None:
+    """One line on stderr, named as ours."""
+    print(f"stagetrace: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

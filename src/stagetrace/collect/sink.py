@@ -1,0 +1,47 @@
+"""The store as a sink: what goes wrong with it is said once and counted, never raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..model import RequestRecord, RunRecord, StepRecord
+from ..store import StoreError, StoreWriter
+
+
+class StoreSink:
+    """Hands records to a :class:`StoreWriter`; ``say`` prints one line to the person at the terminal."""
+
+    def __init__(self, writer: StoreWriter, say: Callable[[str], None]) -> None:
+        self.writer = writer
+        self._say = say
+
+    def run(self, run: RunRecord) -> None:
+        """Store the engine's settings."""
+        self._do(lambda: self.writer.write_run(run))
+
+    def requests(self, records: list[RequestRecord]) -> None:
+        """Store finished requests and snapshots of running ones."""
+        self._do(lambda: self.writer.write_requests(records))
+
+    def steps(self, records: list[StepRecord]) -> None:
+        """Store engine steps."""
+        self._do(lambda: self.writer.write_steps(records))
+
+    def flush(self) -> None:
+        """Commit, and pass on what the store has to say."""
+        self._do(self.writer.commit)
+        for line in self.writer.notices():
+            self._say(line)
+
+    def close(self) -> None:
+        """Commit and let go of the file."""
+        self.flush()
+        self._do(self.writer.close)
+        if self.writer.lost_requests:
+            self._say(f"{self.writer.lost_requests} requests could not be stored")
+
+    def _do(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except StoreError as error:
+            self._say(f"{error}; serving goes on, storing has ended")

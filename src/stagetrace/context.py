@@ -1,0 +1,56 @@
+"""Which call of a client the running code works for: a mutable context behind a context variable.
+
+Mutable, because a web framework runs a request's handler and its response in tasks of their own: they inherit the
+variable, but what they set in it is invisible to each other.
+"""
+
+from __future__ import annotations
+
+import os
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+_salt = int.from_bytes(os.urandom(8), "little")
+_issued = 0
+
+
+def number() -> int:
+    """A new 64-bit number for a root, a sequence or a step's engine: never 0, distinct across processes."""
+    global _issued
+    _issued += 1
+    # An odd multiplier walks through all 2**64 values, so numbers of one process never repeat.
+    return (_salt + _issued * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF or number()
+
+
+def _reseed() -> None:
+    """A forked child must not hand out its parent's numbers."""
+    global _salt
+    _salt = int.from_bytes(os.urandom(8), "little")
+
+
+os.register_at_fork(after_in_child=_reseed)
+
+
+@dataclass
+class Root:
+    """One call of a client, alive from its first byte to its last."""
+
+    number: int
+    trace_high: int
+    trace_low: int
+    received_bytes: int = 0
+    text_sent: bool = False
+    streams: bool = False
+    #: Sequence numbers handed to the engine so far.
+    sequences: list[int] = field(default_factory=list)
+
+
+current: ContextVar[Root | None] = ContextVar("stagetrace_root", default=None)
+
+
+def new_root() -> Root:
+    """A root with fresh ids: 128 random bits for the trace, 64 for the span."""
+    while True:
+        high, low = int.from_bytes(os.urandom(8), "little"), int.from_bytes(os.urandom(8), "little")
+        if high or low:
+            return Root(number(), high, low)

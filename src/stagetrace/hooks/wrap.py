@@ -1,0 +1,100 @@
+"""The wrappers: our code inside a guard, the host's call outside it, exactly once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..guard import Guard
+from .spec import HookSpec
+
+Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+#: Returned instead of a state when ``enter`` failed, so that ``leave`` is left out.
+_FAILED = object()
+
+
+def picker(names: list[str], takes: Sequence[str]) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]:
+    """Return a function that finds the arguments ``takes``, bound now by name, in a call's args and kwargs."""
+    wanted = [(names.index(name), name) for name in takes]
+    if not wanted:
+        return lambda args, kwargs: ()
+    if len(wanted) == 1:
+        ((at, only),) = wanted
+        return lambda args, kwargs: (args[at] if len(args) > at else kwargs.get(only),)
+    return lambda args, kwargs: tuple(args[i] if len(args) > i else kwargs.get(n) for i, n in wanted)
+
+
+def wrapper(spec: HookSpec, names: list[str], guard: Guard, paused: Callable[[], bool]) -> Wrapper:
+    """Build the wrapper of one hook for a target whose arguments are ``names``."""
+    pick = picker(names, spec.takes)
+
+    def entered(instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            if spec.pausable and paused():
+                return _FAILED
+            return spec.enter(instance, *pick(args, kwargs)) if spec.enter else None
+        except Exception as error:
+            guard.failed(error)
+            return _FAILED
+
+    def left(state: Any, instance: Any, result: Any) -> Any:
+        if spec.leave is None or state is _FAILED:
+            return result
+        try:
+            ours = spec.leave(state, instance, result)
+        except Exception as error:
+            guard.failed(error)
+            return result
+        return ours if spec.replaces else result
+
+    def raised(state: Any, instance: Any, error: BaseException) -> None:
+        if spec.fail is None or state is _FAILED:
+            return
+        try:
+            spec.fail(state, instance, error)
+        except Exception as ours:
+            guard.failed(ours)
+
+    if spec.awaits:
+        return _awaiting(guard, entered, left, raised)
+    return _calling(guard, entered, left, raised, catches=spec.fail is not None)
+
+
+def _calling(guard: Guard, entered: Any, left: Any, raised: Any, catches: bool) -> Wrapper:
+    def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if guard.off:
+            return wrapped(*args, **kwargs)
+        state = entered(instance, args, kwargs)
+        return left(state, instance, wrapped(*args, **kwargs))
+
+    def call_and_watch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if guard.off:
+            return wrapped(*args, **kwargs)
+        state = entered(instance, args, kwargs)
+        try:
+            result = wrapped(*args, **kwargs)
+        except BaseException as error:
+            raised(state, instance, error)
+            raise
+        return left(state, instance, result)
+
+    return call_and_watch if catches else call
+
+
+def _awaiting(guard: Guard, entered: Any, left: Any, raised: Any) -> Wrapper:
+    async def run(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        state = entered(instance, args, kwargs)
+        try:
+            result = await wrapped(*args, **kwargs)
+        except BaseException as error:
+            raised(state, instance, error)
+            raise
+        return left(state, instance, result)
+
+    def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if guard.off or not inspect.iscoroutinefunction(inspect.unwrap(wrapped)):
+            return wrapped(*args, **kwargs)
+        return run(wrapped, instance, args, kwargs)
+
+    return call

@@ -1,0 +1,109 @@
+"""The marks engine processes write: what each kind means and how it lies in 64 bytes.
+
+A mark is ``(sequence, time_ns, key, a, b, c, d, kind, check)``. ``key`` is a 64-bit number: of a root (one call
+of a client), of a sequence (one engine request) or of a step (one engine iteration). Times are monotonic ns.
+Both ends of the record carry its sequence number, so that a reader can refuse a torn one.
+"""
+
+from __future__ import annotations
+
+import struct
+from hashlib import blake2b
+from typing import NamedTuple
+
+RECORD = struct.Struct("@QqQqqqqII")
+TEXT = struct.Struct("@QqQ32sII")
+RECORD_SIZE = RECORD.size
+TEXT_BYTES = 32
+#: A string takes at most this many chained records: 512 bytes, the longest `tracestate` we keep.
+TEXT_RECORDS = 16
+#: ``kind`` of a text record: this bit, the field in bits 8-15, the chunk's position in bits 0-7.
+TEXT_BIT = 1 << 30
+#: Set in a text record's ``kind`` when more chunks follow.
+TEXT_MORE = 1 << 29
+
+# API process, keyed by root unless said otherwise.
+ROOT = 1  # the ASGI (or offline) call: a, b = trace id halves; c = operation; d = where from
+HANDLER = 2  # request handler entered: a = body bytes, b = stream, c = n, d = max tokens
+RENDER = 3  # template rendering entered: a = messages
+TOKENIZE = 4  # tokenisation entered: a = characters
+TOKENIZE_RUN = 5  # a tokenizer thread took it up
+TOKENIZED = 6  # tokenisation left: a = prompt tokens
+ADD = 7  # handed to the engine: a = sequence number, b = prompt tokens, c = max tokens, d = index
+SAMPLING = 8  # key = sequence: a = temperature * 1e6, b = top_p * 1e6, c = top_k, d = grammar
+OUTPUTS = 9  # key = 0: outputs processed: a = entered, b = left, c = engine's time stamp, d = rows
+STOPPED = 10  # key = sequence: the front end saw a stop string
+ABORTED = 11  # key = sequence: the front end aborted it
+STATUS = 12  # response started: a = HTTP status
+FIRST_TEXT = 13  # first generated text sent: t = send done
+SENT = 14  # a body chunk sent: a = bytes
+DISCONNECT = 15  # the client went away
+END = 16  # the call returned: a = 1 when it raised
+# Engine core, keyed by sequence unless said otherwise.
+ARRIVE = 32  # request decoded
+ENQUEUE = 33  # handed to the scheduler: a = waiting, b = running
+LOOKUP = 34  # prefix cache look-up entered
+BLOCKS = 35  # blocks assigned: a = blocks held
+STEP = 36  # key = step: a = schedule entered, b = batch | tokens << 32, c = running | waiting << 32, d = KV usage ppm
+JOIN = 37  # scheduled with other than one token, or new: a = step, b = tokens, c = computed before,
+#            d = new blocks | prefill << 32
+LEAVE = 38  # no longer in the batch: a = step
+UPDATE = 39  # key = step: a = update entered, b = rows
+TOKENS = 40  # a = step, b = tokens accepted (only where it is not one)
+PREEMPT = 41  # evicted
+FREE = 42  # a = finish code, b = output tokens, c = blocks held | blocks kept << 32, d = blocks freed
+# Worker, keyed by step: a = start, b = end, c = 1 when the device runs on after the call returns.
+EXECUTE = 64
+FORWARD = 65
+LM_HEAD = 66
+SAMPLE_CALL = 67
+SAMPLE = 68
+EMBEDDING = 69  # d = rows
+
+# Fields of text records. Key = root, sequence, or 0 for the process itself.
+TRACEPARENT, TRACESTATE, CLIENT_ID, ROUTE, MODEL, EXTERNAL_ID, INTERNAL_ID, ENGINE, HOOK = range(1, 10)
+
+#: Where a root comes from: an HTTP call, an offline call, or code that holds the engine itself.
+HTTP, OFFLINE, DIRECT = range(3)
+OPERATIONS = {1: "chat", 2: "text_completion", 3: "generate_content", 4: "embeddings"}
+FINISH = {1: "stop", 2: "length", 3: "abort", 4: "error", 5: "repetition", 0: "unknown"}
+
+
+class Mark(NamedTuple):
+    """A decoded mark; ``text`` is set for complete strings only (then ``kind`` is the field)."""
+
+    t: int
+    kind: int
+    key: int
+    a: int
+    b: int
+    c: int
+    d: int
+
+
+class TextMark(NamedTuple):
+    """A complete string: ``field`` is one of the names above."""
+
+    t: int
+    field: int
+    key: int
+    text: str
+
+
+def key_of(identifier: str) -> int:
+    """The 64-bit number of a sequence, from the id the engine gives it.
+
+    Every process derives it by itself, so nothing has to ride on the engine's messages. Ids live at the same time are
+    distinct, because the engine refuses a duplicate.
+    """
+    return int.from_bytes(blake2b(identifier.encode(), digest_size=8).digest(), "little")
+
+
+def signed(number: int) -> int:
+    """Fold an unsigned 64-bit number into the signed range a mark's payload has."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def unsigned(number: int) -> int:
+    """The inverse of :func:`signed`."""
+    return number & 0xFFFFFFFFFFFFFFFF

@@ -1,0 +1,29 @@
+"""The plug-in API: everything an integration may import from stagetrace."""
+
+from __future__ import annotations
+
+from . import marks
+from .clock import now
+from .context import Root, current, new_root, number
+from .guard import Guard
+from .hooks import HookGroup, HookSpec
+from .marks import key_of, signed
+from .runtime import Integration, activate, engine_starts, recorder
+
+__all__ = [
+    "Guard",
+    "HookGroup",
+    "HookSpec",
+    "Integration",
+    "Root",
+    "activate",
+    "current",
+    "engine_starts",
+    "key_of",
+    "marks",
+    "new_root",
+    "now",
+    "number",
+    "recorder",
+    "signed",
+]

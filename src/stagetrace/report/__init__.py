@@ -1,0 +1,1 @@
+"""What people look at: everything here reads records, nothing here measures."""

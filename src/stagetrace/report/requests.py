@@ -1,0 +1,29 @@
+"""Requests of a store, printed: as JSON for programs, as stopwatches for people."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from ..model import SCHEMA, RequestRecord
+from .stopwatch import stopwatch
+
+
+def print_json(records: list[RequestRecord]) -> None:
+    """The documented document on stdout, one request after the other: stores may be large."""
+    sys.stdout.write(f'{{"schema": {SCHEMA}, "requests": [')
+    for index, record in enumerate(records):
+        sys.stdout.write(("," if index else "") + "\n" + json.dumps(record.to_json(), allow_nan=False))
+    sys.stdout.write("\n]}\n")
+
+
+def print_stopwatches(records: list[RequestRecord], file: Path) -> None:
+    """A stopwatch each, oldest first."""
+    console = Console()
+    if not records:
+        console.print(f"{file} holds no requests yet")
+    for record in records:
+        console.print(stopwatch(record, f"{record.operation} {record.request_id or record.trace_id}"))

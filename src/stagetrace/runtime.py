@@ -1,0 +1,126 @@
+"""What one process of an engine holds: its recorder, its hooks, and how they come to life."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import marks, session
+from .recorder import Recorder
+
+if TYPE_CHECKING:
+    from .hooks import HookGroup, Installer
+
+log = logging.getLogger("stagetrace")
+recorder = Recorder(None)
+
+
+@dataclass(frozen=True)
+class Integration:
+    """What an engine's plug-in declares; registered in the entry-point group ``stagetrace.integrations``."""
+
+    name: str
+    package: str
+    distributions: tuple[str, ...]
+    tested: tuple[str, str]
+    hooks: tuple[HookGroup, ...]
+    #: Returns the demo server (see :class:`stagetrace.demo.DemoEngine`); imported only when asked for.
+    demo: Callable[[], Any]
+    #: Called by ``uninstall``: whatever the plug-in attached outside the hook rows.
+    release: Callable[[], None] = field(default=lambda: None)
+
+
+@dataclass
+class _State:
+    installers: dict[str, Installer] = field(default_factory=dict)
+    integrations: dict[str, Integration] = field(default_factory=dict)
+    pending: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] | None = None
+    collector: Any = None
+
+
+_state = _State()
+
+
+def wanted() -> bool:
+    """Whether this process was asked to record: by a session, or by ``STAGETRACE=1``."""
+    return bool(os.environ.get(session.ENV)) or os.environ.get("STAGETRACE") == "1" or _state.options is not None
+
+
+def activate(integration: Integration) -> None:
+    """Install an integration's hooks here, if recording is wanted. Idempotent; never raises; starts nothing."""
+    try:
+        if not wanted() or integration.name in _state.installers:
+            return
+        if os.environ.get("STAGETRACE") == "0":
+            return
+        directory = session.current()
+        if recorder.directory != directory:
+            recorder.attach(directory)
+        recorder.on_first_ring = _greet
+        from .hooks import Installer
+
+        installer = Installer(integration.hooks, recorder.paused, _report)
+        _state.installers[integration.name] = installer
+        _state.integrations[integration.name] = integration
+        installer.install()
+    except session.SessionError as error:
+        log.warning("stagetrace: no recording in pid %d: %s", os.getpid(), error)
+    except Exception as error:
+        log.warning("stagetrace: not installed in pid %d (%s)", os.getpid(), type(error).__name__)
+
+
+def deactivate() -> None:
+    """Take every hook of this process out again."""
+    for name, installer in _state.installers.items():
+        installer.uninstall()
+        _state.integrations[name].release()
+    _state.installers.clear()
+    _state.integrations.clear()
+    _state.options = None
+
+
+def engine_starts() -> None:
+    """Called by the hook that sees an engine being built: make the session and its collector if there is none."""
+    if recorder.directory is not None:
+        return
+    directory = session.create()
+    os.environ[session.ENV] = str(directory)
+    from .collect.spawn import spawn
+
+    _state.collector = spawn(directory, _state.options or {})
+    recorder.attach(directory)
+
+
+def options(values: dict[str, Any]) -> None:
+    """Remember what ``instrument`` was asked for until an engine is built."""
+    if _state.options is None:
+        _state.options = values
+
+
+def states() -> dict[str, dict[str, str]]:
+    """Hook states of this process by integration and target."""
+    return {name: dict(installer.states) for name, installer in _state.installers.items()}
+
+
+def _report(target: str, state: str) -> None:
+    """Tell the collector of a hook's fate, once this process has something to record at all."""
+    if recorder.recording:
+        recorder.text(marks.HOOK, 0, f"{target} {state}")
+    else:
+        _state.pending[target] = state
+
+
+def _greet() -> None:
+    for target, state in _state.pending.items():
+        recorder.text(marks.HOOK, 0, f"{target} {state}")
+    _state.pending.clear()
+
+
+def directory() -> Path | None:
+    """The session this process records into."""
+    return recorder.directory

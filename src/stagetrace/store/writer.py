@@ -1,0 +1,316 @@
+"""Writing a store: one writer, one transaction a commit, the oldest removed when it is full."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from time import monotonic
+from types import TracebackType
+from typing import NamedTuple
+
+from ..model import RequestRecord, RunRecord, StepRecord
+from . import files, schema
+from .files import StoreError
+from .sizes import format_size
+
+_MIN_BYTES = 256 * 1024
+# How long one commit may remove old rows while there is still room: the caller has rings to read.
+_PRUNE_SECONDS = 0.25
+_STEP_BYTES = 160
+
+
+class Pruned(NamedTuple):
+    """How many rows were removed in the store's whole life to keep it below its limit."""
+
+    requests: int
+    steps: int
+
+
+class StoreWriter:
+    """The one writer of a store. The constructor opens or makes it, or refuses with StoreError.
+
+    After a failure to write (disk full) StoreError is raised once; from then on every call does nothing
+    but count ``lost_requests``. Use it from one thread at a time.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], max_bytes: int = 1 << 30) -> None:
+        self.path = files.target(path)
+        if max_bytes < _MIN_BYTES:
+            raise StoreError(
+                f"{files.show(self.path)}: --store-max {format_size(max_bytes)} is too small; "
+                f"give it at least {format_size(_MIN_BYTES)}"
+            )
+        self.max_bytes = max_bytes
+        self.failed = False
+        self.lost_requests = 0
+        # What one transaction may hold: together with the write-ahead log it must fit in the margin.
+        self._chunk = min(max_bytes // 64, 4 << 20)
+        self._pending_bytes = 0
+        self._handed_in = self._written = self._saved = 0
+        self._run: int | None = None
+        self._session = ""
+        self._blocked = False
+        self._told: set[str] = set()
+        self._notices: list[str] = []
+        self._closed = False
+        self._lock = files.WriterLock(self.path)
+        try:
+            self._db = self._open()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _open(self) -> sqlite3.Connection:
+        db: sqlite3.Connection | None = None
+        try:
+            files.create_or_check(self.path)
+            # Another thread may close it (at exit); the caller sees to it that only one uses it at a time.
+            uri = f"{self.path.as_uri()}?mode=rw"
+            db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=5.0, check_same_thread=False)
+            files.check(self.path, db)
+            self._page = self._pragma(db, "page_size")
+            db.execute("PRAGMA trusted_schema=OFF")
+            db.execute("PRAGMA journal_mode=WAL").fetchall()
+            db.execute("PRAGMA synchronous=NORMAL")
+            db.execute("PRAGMA secure_delete=OFF")  # else pruning writes all it removes once more
+            db.execute(f"PRAGMA wal_autocheckpoint={self._chunk_pages()}").fetchall()
+            db.execute(f"PRAGMA journal_size_limit={self._chunk}").fetchall()
+            meta = dict(db.execute("SELECT key, value FROM meta"))
+            self._pruned = Pruned(meta["pruned_requests"], meta["pruned_steps"])
+            self._prune(db, patience=float("inf"))  # it may have had a larger limit before
+        except BaseException as exc:
+            if db:
+                db.close()
+            if isinstance(exc, (sqlite3.Error, OSError, KeyError)):
+                raise files.explain(self.path, exc) from exc
+            raise
+        return db
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def pruned(self) -> Pruned:
+        """How much was removed so far."""
+        return self._pruned
+
+    def notices(self) -> list[str]:
+        """Return the lines a person should see, each once."""
+        lines, self._notices = self._notices, []
+        return lines
+
+    # ------------------------------------------------------------ what is written
+
+    def write_run(self, run: RunRecord) -> int:
+        """Store ``run``, in the place of what its session said of this engine before; return its id.
+
+        What is written from now on belongs to it unless told otherwise.
+        """
+        if not self._ready():
+            return self._run or 0
+        with self._guard() as db:
+            key = (run.session, run.engine)
+            found = db.execute("SELECT run_id FROM runs WHERE session = ? AND engine IS ?", key).fetchone()
+            self._begin(db)
+            cursor = db.execute(schema.PUT_RUN, (found and found[0], *schema.run_row(run)))
+            self._run = found[0] if found else cursor.lastrowid
+            self._session = run.session
+        return self._run or 0
+
+    def write_requests(self, requests: list[RequestRecord], run: int | None = None) -> None:
+        """Store requests; one that was stored before, while in flight, is replaced."""
+        if not self._ready():
+            self.lost_requests += len(requests)
+            return
+        run_id = self._run_id(run)
+        self._handed_in += len(requests)
+        with self._guard() as db:
+            for request in requests:
+                self._begin(db)
+                self._put_request(db, run_id, request)
+                self._written += 1
+                if self._pending_bytes > self._chunk:
+                    self._save(db)
+
+    def write_steps(self, steps: list[StepRecord], run: int | None = None) -> None:
+        """Store engine steps; one that was stored before is replaced."""
+        if not self._ready():
+            return
+        run_id = self._run_id(run)
+        # At least one, and few enough for one transaction.
+        size = max(1, self._chunk // _STEP_BYTES)
+        with self._guard() as db:
+            for start in range(0, len(steps), size):
+                self._begin(db)
+                rows = [(run_id, *schema.step_row(step)) for step in steps[start : start + size]]
+                db.executemany(schema.PUT_STEP, rows)
+                self._pending_bytes += _STEP_BYTES * len(rows)
+                if self._pending_bytes > self._chunk:
+                    self._save(db)
+
+    def _put_request(self, db: sqlite3.Connection, run_id: int, request: RequestRecord) -> None:
+        row = schema.request_row(request)
+        number = self._stored_as(db, request)
+        if number is None:
+            number = db.execute(schema.PUT_REQUEST, (None, run_id, *row)).lastrowid
+        else:
+            db.execute(schema.PUT_REQUEST, (number, run_id, *row))
+            db.execute("DELETE FROM stages WHERE request = ?", (number,))
+            db.execute("DELETE FROM token_times WHERE request = ?", (number,))
+        stages = [(number, *schema.stage_row(stage)) for stage in request.stages]
+        db.executemany(schema.PUT_STAGE, stages)
+        self._pending_bytes += 300 + sum(60 + len(stage[-1]) for stage in stages)
+        if request.token_times_ms:
+            times = schema.pack_times(request.token_times_ms)
+            db.execute(schema.PUT_TIMES, (number, *times))
+            self._pending_bytes += len(times[-1])
+
+    def _stored_as(self, db: sqlite3.Connection, request: RequestRecord) -> int | None:
+        """Return the id under which this session stored ``request`` before.
+
+        Then its request id may not have been known. The run does not count: another engine's may have become
+        the current one since.
+        """
+        found = db.execute(
+            "SELECT id FROM requests JOIN runs USING (run_id)"
+            " WHERE trace_id = ? AND span_id = ? AND sequence = ? AND session = ?"
+            " AND (request_id = ? OR (request_id = '' AND span_id <> ''))",
+            (request.trace_id, request.span_id, request.sequence, self._session, request.request_id),
+        ).fetchone()
+        return int(found[0]) if found else None
+
+    # ------------------------------------------------------------ transactions
+
+    def commit(self) -> None:
+        """Make what was written visible and lasting; remove the oldest if the store is full."""
+        if self._ready():
+            with self._guard() as db:
+                self._save(db)
+
+    def close(self) -> None:
+        """Commit and let go of the file; harmless when done before."""
+        if self._closed:
+            return
+        try:
+            self.commit()
+        finally:
+            self._closed = True
+            # Closing folds the write-ahead log into the file. If it cannot, a reader or the next writer will.
+            with suppress(sqlite3.Error):
+                self._db.close()
+            self._lock.release()
+
+    def _run_id(self, run: int | None) -> int:
+        run_id = self._run if run is None else run
+        if run_id is None:
+            raise ValueError("write_run comes before requests and steps")
+        return run_id
+
+    def _ready(self) -> bool:
+        """Say whether to write at all: not once failed or closed, nor while a reader blocks the log."""
+        if not self.failed and not self._closed and self._blocked:
+            with self._guard() as db:
+                self._blocked = self._log_stuck(db)
+        return not (self.failed or self._closed or self._blocked)
+
+    @contextmanager
+    def _guard(self) -> Iterator[sqlite3.Connection]:
+        try:
+            yield self._db
+        except (sqlite3.Error, OSError) as exc:
+            self.failed = True
+            self.lost_requests += self._handed_in - self._saved
+            with suppress(sqlite3.Error):
+                self._db.rollback()
+            raise files.explain(self.path, exc) from exc
+
+    @staticmethod
+    def _begin(db: sqlite3.Connection) -> None:
+        if not db.in_transaction:
+            db.execute("BEGIN IMMEDIATE")
+
+    def _save(self, db: sqlite3.Connection) -> None:
+        if db.in_transaction:
+            db.execute("COMMIT")
+        self._saved = self._written
+        self._pending_bytes = 0
+        self._prune(db, _PRUNE_SECONDS)
+        self._blocked = self._log_stuck(db)
+
+    def _log_stuck(self, db: sqlite3.Connection) -> bool:
+        """Say whether a reader that never ends keeps the write-ahead log from being reused.
+
+        It would then grow without bound, and a full disk is worse for the host than a hole in the store.
+        """
+        with suppress(FileNotFoundError):
+            if os.stat(f"{self.path}-wal").st_size > max(self.max_bytes // 4, 2 * self._chunk):
+                _, frames, moved = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                if moved < frames:
+                    self._tell("a reader holds it open for too long: nothing is stored until it lets go")
+                    return True
+        return False
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self._notices.append(f"store {files.show(self.path)} {line}")
+
+    # ------------------------------------------------------------ keeping to the limit
+
+    def _prune(self, db: sqlite3.Connection, patience: float) -> None:
+        """Remove the oldest rows if the store is nearly full, down to 90 %, and give back pages beyond it."""
+        if self._used(db) > 0.95 * self.max_bytes:
+            limit = format_size(self.max_bytes)
+            self._tell(f"reached --store-max {limit}: oldest requests are being removed")
+            deadline = monotonic() + patience
+            while (used := self._used(db)) > 0.9 * self.max_bytes:
+                if (used <= self.max_bytes and monotonic() > deadline) or not self._drop_oldest(db):
+                    break
+        # Freed pages are used again; only those beyond the limit are given back.
+        while (excess := self._pragma(db, "page_count") - self.max_bytes // self._page) > 0:
+            pages = min(excess, self._chunk_pages(), self._pragma(db, "freelist_count"))
+            if not pages:
+                break
+            db.execute(f"PRAGMA incremental_vacuum({pages})").fetchall()
+
+    def _used(self, db: sqlite3.Connection) -> int:
+        return self._page * (self._pragma(db, "page_count") - self._pragma(db, "freelist_count"))
+
+    def _chunk_pages(self) -> int:
+        return max(8, self._chunk // self._page)
+
+    @staticmethod
+    def _pragma(db: sqlite3.Connection, name: str) -> int:
+        (value,) = db.execute(f"PRAGMA {name}").fetchone()
+        return int(value)
+
+    def _drop_oldest(self, db: sqlite3.Connection) -> bool:
+        """Remove the oldest 2 % of requests and of steps, so that both go equally far back."""
+        self._begin(db)
+        span = "SELECT (SELECT max(id) FROM {0}) - (SELECT min(id) FROM {0}), (SELECT min(id) FROM {0})"
+        width, _ = db.execute(span.format("requests")).fetchone()
+        # What a dead writer left in flight is finished, too.
+        oldest = db.execute(
+            "SELECT id FROM requests WHERE status <> 'in_flight'"
+            " OR run_id NOT IN (SELECT run_id FROM runs WHERE session = ?) ORDER BY start_unix_ns LIMIT ?",
+            (self._session, min(2000, 1 + (width or 0) // 50)),
+        ).fetchall()
+        for table, column in (("stages", "request"), ("token_times", "request"), ("requests", "id")):
+            db.executemany(f"DELETE FROM {table} WHERE {column} = ?", oldest)
+        width, first = db.execute(span.format("steps")).fetchone()
+        steps = 0
+        if first is not None:
+            last = first + min(20_000, width // 50)
+            steps = db.execute("DELETE FROM steps WHERE id <= ?", (last,)).rowcount
+        for key, count in (("pruned_requests", len(oldest)), ("pruned_steps", steps)):
+            db.execute("UPDATE meta SET value = value + ? WHERE key = ?", (count, key))
+        db.execute("COMMIT")
+        self._pruned = Pruned(self._pruned.requests + len(oldest), self._pruned.steps + steps)
+        return bool(oldest or steps)

@@ -19,9 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / ".bootstrap"  # says what the environment was made from
-UNFINISHED = (
-    ROOT / ".venv-unfinished"
-)  # lies there while an install changes things; left over by a killed one
+UNFINISHED = ROOT / ".venv-unfinished"  # lies there while an install changes things; left over by a killed one
 REQUIREMENTS = ROOT / "requirements"
 ENGINE = [REQUIREMENTS / "engine-cpu.txt", REQUIREMENTS / "overrides.txt"]
 OURS = [REQUIREMENTS / "dev.txt", ROOT / "pyproject.toml", Path(__file__)]
@@ -65,9 +63,7 @@ def refuse_unsupported():
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         fail(f"the engine's CPU build is for Linux on x86_64 or aarch64, this is {platform.platform()}")
     if not all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")):
-        fail(
-            f"Python {found} has no venv or no pip; on Debian or Ubuntu: apt install python3-venv python3-pip"
-        )
+        fail(f"Python {found} has no venv or no pip; on Debian or Ubuntu: apt install python3-venv python3-pip")
 
 
 def digest(paths):

@@ -1,7 +1,7 @@
 """A tiny random Llama, made on the spot: real engine code runs on it, on any machine, without a download.
 
-The files are written directly, not through transformers: importing that takes longer than everything else here,
-and plain files mean the same model whichever version the engine brings along.
+The files are written directly, not through transformers: importing that takes longer than all the rest, and
+plain files mean the same model whichever version the engine brings along.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ SEED = 20
 UNKNOWN, END, USER, ASSISTANT, SYSTEM = "<unk>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 SPECIAL = (UNKNOWN, END, USER, ASSISTANT, SYSTEM)
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 #: What the template adds to one user message: the role mark, the end mark, the mark that asks for an answer.
@@ -80,7 +82,8 @@ def is_complete(path: Path) -> bool:
 def prompt_of(tokenizer_dir: Path, tokens: int, seed: int) -> str:
     """Return English whose chat prompt (one user message) has ``tokens`` tokens. Needs only `tokenizers`.
 
-    The same seed gives the same text; two seeds differ from the first sentence on, so they share no cached block.
+    The same seed gives the same text; two seeds differ from the first token on, so they
+    share no cached block.
     """
     tokenizer = import_module("tokenizers").Tokenizer.from_file(str(Path(tokenizer_dir) / "tokenizer.json"))
 
@@ -90,7 +93,7 @@ def prompt_of(tokenizer_dir: Path, tokens: int, seed: int) -> str:
     wanted = max(1, tokens - TEMPLATE_TOKENS)
     chance = random.Random(seed)
     pieces = sentences()
-    text = f"{chance.randrange(10**6):06d}"[:wanted]  # a digit is a token
+    text = f"{seed % 10**6:06d}"[::-1][:wanted]  # a digit is a token
     used = length(text)
     while used < wanted:  # words never merge across a space, so lengths add up
         sentence = " " + chance.choice(pieces)
@@ -127,7 +130,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _tokenizer() -> Any:
-    """Train a byte-level BPE whose alphabet is printable ASCII, so that nearly every id is complete text by itself."""
+    """Train a byte-level BPE on printable ASCII only: then nearly every id is complete text by itself."""
     lib = import_module("tokenizers")
     tokenizer = lib.Tokenizer(lib.models.BPE(unk_token=UNKNOWN, fuse_unk=True))
     tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -169,7 +172,7 @@ def _config(end: int) -> dict[str, Any]:
 
 
 def _weights(special: list[int]) -> dict[str, Any]:
-    """Draw the weights. Channel 0 is one constant through all layers; the head uses it to rule the special ids out."""
+    """Draw the weights. Channel 0 stays constant through all layers; the head uses it to rule out special ids."""
     np = import_module("numpy")
     chance = np.random.default_rng(SEED)
 

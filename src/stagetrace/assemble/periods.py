@@ -59,7 +59,8 @@ class Periods:
         for number in (step.step - 1, step.step, step.step + 1):
             near = self._book.steps.get(number)
             if near is not None:
-                spans += [(max(a, low), min(b, high), rank) for rank, a, b in _intervals(near) if a < high and b > low]
+                found = _intervals(near, self._book.steps.get(number + 1))
+                spans += [(max(a, low), min(b, high), rank) for rank, a, b in found if a < high and b > low]
         out = dict.fromkeys(LABELS, 0)
         covered = 0
         cuts = sorted({edge for a, b, _ in spans for edge in (a, b)})
@@ -83,23 +84,36 @@ class Periods:
         return forward * step.prefill_tokens // max(step.tokens, 1)
 
 
-def _intervals(step: StepRecord) -> list[tuple[int, int, int]]:
-    """(rank in LABELS, start, end) of everything known about one step."""
-    found = [(5, *step.schedule_ns)]
+def _intervals(step: StepRecord, following: StepRecord | None) -> list[tuple[int, int, int]]:
+    """(rank in LABELS, start, end) of everything known about one step, up to where the next one is composed."""
+    found: list[tuple[str, int, int]] = [("schedule", *step.schedule_ns)]
+    for label, span in (("forward", step.forward_ns), ("lm_head", step.lm_head_ns), ("sample", step.sample_ns)):
+        if span:
+            found.append((label, *span))
     if step.update_ns:
-        found.append((4, *step.update_ns))
+        found.append(("update", *step.update_ns))
+        if following:
+            # Handing results on and taking new requests in is the engine's bookkeeping too.
+            found.append(("update", step.update_ns[1], following.schedule_ns[0]))
+    found += _worker(step)
+    return [(LABELS.index(label), a, b) for label, a, b in found if b > a]
+
+
+def _worker(step: StepRecord) -> list[tuple[str, int, int]]:
+    """The hand-overs between engine and worker, and what the worker does to get ready."""
+    if not step.execute_ns:
+        return []
+    found = [("dispatch", step.schedule_ns[1], step.execute_ns[0])]
     if step.forward_ns:
-        found.append((0, *step.forward_ns))
-    if step.lm_head_ns:
-        found.append((1, *step.lm_head_ns))
-    if step.sample_ns:
-        found.append((2, *step.sample_ns))
-    if step.execute_ns:
-        found.append((6, step.schedule_ns[1], step.execute_ns[0]))
-        if step.forward_ns:
-            found.append((3, step.execute_ns[0], step.forward_ns[0]))
-        if step.sample_call_ns:
-            found.append((6, step.execute_ns[1], step.sample_call_ns[0]))
-            if step.update_ns:
-                found.append((6, step.sample_call_ns[1], step.update_ns[0]))
-    return [(rank, a, b) for rank, a, b in found if b > a]
+        found.append(("prepare", step.execute_ns[0], step.forward_ns[0]))
+    modelled = step.lm_head_ns or step.forward_ns
+    if modelled:
+        found.append(("dispatch", modelled[1], step.execute_ns[1]))
+    if step.sample_call_ns:
+        found.append(("dispatch", step.execute_ns[1], step.sample_call_ns[0]))
+        if step.sample_ns:
+            found.append(("prepare", step.sample_call_ns[0], step.sample_ns[0]))
+            found.append(("dispatch", step.sample_ns[1], step.sample_call_ns[1]))
+        if step.update_ns:
+            found.append(("dispatch", step.sample_call_ns[1], step.update_ns[0]))
+    return found

@@ -12,21 +12,26 @@ from rich.text import Text
 from ..model import RequestRecord, StageRecord
 from ..stages import BY_KEY
 
-#: The reference request's shares in %, by stage: 2,000 prompt tokens, 300 output tokens, idle 8B server, 1,883 ms.
+#: The reference request by stage: 2,000 prompt tokens, 300 output tokens, an idle server with an 8B model, 1,883 ms.
 REFERENCE_MS = {
     "http_receive": 0.2, "chat_template": 0.1, "tokenize": 2.0, "admission": 0.1, "kv_allocate": 0.1,
     "embedding": 0.1, "prefill": 86.4, "lm_head": 0.1, "sample": 0.2, "detokenize": 0.2, "decode": 1794.0,
     "teardown": 0.1,
 }  # fmt: skip
-#: The same stack, 20 output tokens: 19 further passes of 6 ms after a TTFT of 89 ms.
-REFERENCE_SHORT_MS = {**REFERENCE_MS, "decode": 19 * 6.0}
 _BAR = 24
 
 
-def reference_shares(short: bool = False) -> dict[str, float]:
-    """Each stage's share of the reference request's total, 0 to 1. The short one is 89 ms + 19 passes of 6 ms."""
-    values = REFERENCE_SHORT_MS if short else REFERENCE_MS
-    total = 89.0 + values["decode"] if short else 1883.0
+def reference_shares(kind: str) -> dict[str, float]:
+    """Each stage's share (0 to 1) of the reference request's total, in one of the demo's four kinds.
+
+    ``cold`` is the reference itself; ``warm`` has 1,900 prompt tokens cached; ``loaded`` has a TTFT of 600 ms, the
+    rest of which is waiting; ``short`` stops after 20 tokens, 19 passes of 6 ms after a TTFT of 89 ms.
+    """
+    changed = {
+        "cold": {}, "warm": {"prefill": 4.0}, "loaded": {"admission": 600.0 - 89.0}, "short": {"decode": 19 * 6.0}
+    }[kind]  # fmt: skip
+    values = {**REFERENCE_MS, **changed}
+    total = sum(values.values())
     return {key: ms / total for key, ms in values.items()}
 
 

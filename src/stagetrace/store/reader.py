@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sqlite3
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +43,7 @@ def load(
         live, before = files.live(real), files.state(real)
         outcome: Trace | StoreError
         try:
-            with files.reading(real) as db:
+            with files.reading(real) as db, _no_garbage():
                 outcome = _read(real, db, limit, steps, session)
         except StoreError as exc:
             outcome = exc
@@ -54,6 +57,18 @@ def load(
                 raise outcome
             return outcome
     raise StoreError(f"{files.show(real)}: changed while it was read; try again")
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Put the cyclic collector off: going over all records again and again takes most of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _read(path: Path, db: sqlite3.Connection, limit: int | None, steps: bool, session: str | None) -> Trace:

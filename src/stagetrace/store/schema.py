@@ -98,8 +98,7 @@ GET_TIMES = "SELECT request, format, times FROM token_times"
 GET_STEPS = f"SELECT {', '.join(_STEP_COLUMNS)} FROM steps"
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), default=str)
+_json = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
 def _cell(record: Any, name: str) -> Any:

@@ -15,7 +15,9 @@ from . import files, schema
 from .files import StoreError
 from .sizes import format_size
 
-_MIN_BYTES = 256 * 1024
+_MIN_BYTES = 1 << 20
+# SQLite's -shm and the least that -wal grows to; they count as part of the store.
+_BESIDE_BYTES = 64 << 10
 # How long one commit may remove old rows while there is still room: the caller has rings to read.
 _PRUNE_SECONDS = 0.25
 _STEP_BYTES = 160
@@ -43,6 +45,7 @@ class StoreWriter:
                 f"give it at least {format_size(_MIN_BYTES)}"
             )
         self.max_bytes = max_bytes
+        self._room = max_bytes - _BESIDE_BYTES
         self.failed = False
         self.lost_requests = 0
         # What one transaction may hold: together with the write-ahead log it must fit in the margin.
@@ -266,15 +269,15 @@ class StoreWriter:
 
     def _prune(self, db: sqlite3.Connection, patience: float) -> None:
         """Remove the oldest rows if the store is nearly full, down to 90 %, and give back pages beyond it."""
-        if self._used(db) > 0.95 * self.max_bytes:
+        if self._used(db) > 0.95 * self._room:
             limit = format_size(self.max_bytes)
             self._tell(f"reached --store-max {limit}: oldest requests are being removed")
             deadline = monotonic() + patience
-            while (used := self._used(db)) > 0.9 * self.max_bytes:
-                if (used <= self.max_bytes and monotonic() > deadline) or not self._drop_oldest(db):
+            while (used := self._used(db)) > 0.9 * self._room:
+                if (used <= self._room and monotonic() > deadline) or not self._drop_oldest(db):
                     break
         # Freed pages are used again; only those beyond the limit are given back.
-        while (excess := self._pragma(db, "page_count") - self.max_bytes // self._page) > 0:
+        while (excess := self._pragma(db, "page_count") - self._room // self._page) > 0:
             pages = min(excess, self._chunk_pages(), self._pragma(db, "freelist_count"))
             if not pages:
                 break

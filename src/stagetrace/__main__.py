@@ -1,0 +1,5 @@
+"""``python -m stagetrace``."""
+
+from .cli import main
+
+main()

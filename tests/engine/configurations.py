@@ -1,0 +1,70 @@
+"""The ways vLLM is laid out in processes, and what starts each of them on a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+GPU_PATH = Path(__file__).parent / "gpupath"
+PLUGIN = str(GPU_PATH / "plugin")
+TRITON_CPU = str(GPU_PATH / "triton_cpu")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One layout: what to add to the environment and the command, and what vLLM then reports of itself."""
+
+    variables: dict[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    path_entries: tuple[str, ...] = ()
+    runner: str = "V1"
+    async_scheduling: bool = False
+    executor: str = "mp"
+    #: A server always puts the engine in a process of its own; these run offline only (`LLM(...)`).
+    offline_only: bool = False
+
+    def environment(self) -> dict[str, str]:
+        """Return what to add to the environment of a process, the present ``PYTHONPATH`` kept."""
+        if not self.path_entries:
+            return dict(self.variables)
+        entries = [*self.path_entries, *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {**self.variables, "PYTHONPATH": os.pathsep.join(entries)}
+
+
+def _gpu_like(flags: str, *, executor: str, offline_only: bool = False, **variables: str) -> Configuration:
+    return Configuration(
+        variables={"GPU_DEFAULT_PATH": flags, "TRITON_INTERPRET": "1", **variables},
+        path_entries=(PLUGIN, TRITON_CPU),
+        runner="V2",
+        async_scheduling=True,
+        executor=executor,
+        offline_only=offline_only,
+    )
+
+
+CONFIGURATIONS: dict[str, Configuration] = {
+    # API server, EngineCore, Worker: what a CPU does by itself.
+    "plain": Configuration(),
+    # One process, nothing added.
+    "plain_inproc": Configuration(variables={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, executor="uni", offline_only=True),
+    # API server, EngineCore with the worker inside: what one GPU does by itself.
+    "v2_async_uni": _gpu_like("async,uni,events", executor="uni"),
+    "v2_async_uni_fork": _gpu_like("async,uni,fork,events", executor="uni"),
+    # API server, EngineCore, Worker: what several GPUs do.
+    "v2_async_mp": _gpu_like("async,events", executor="mp"),
+    # One process.
+    "v2_async_inproc": _gpu_like(
+        "async,uni,events", executor="uni", offline_only=True, VLLM_ENABLE_V1_MULTIPROCESSING="0"
+    ),
+    # The V1 runner under async scheduling, worker apart and worker inside.
+    "v1_async_mp": Configuration(
+        variables={"GPU_DEFAULT_PATH": "async,events"}, path_entries=(PLUGIN,), async_scheduling=True
+    ),
+    "v1_async_uni": Configuration(
+        variables={"GPU_DEFAULT_PATH": "async,uni,events"},
+        path_entries=(PLUGIN,),
+        async_scheduling=True,
+        executor="uni",
+    ),
+}

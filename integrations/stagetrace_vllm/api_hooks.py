@@ -200,10 +200,17 @@ _CHAT = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.creat
 _COMPLETION = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.create_completion"
 _RENDERER = "vllm.renderers.base:BaseRenderer"
 _OUTPUTS = "vllm.v1.engine.output_processor:OutputProcessor"
-_TOKENIZE = {
-    "enter": tokenize_entered, "leave": tokenize_left, "fail": tokenize_failed, "takes": ("prompts",)
-}  # fmt: skip
-_OFFLINE = {"enter": offline_entered, "leave": offline_left, "fail": offline_failed}
+
+
+def _tokenizes(method: str, awaits: bool) -> HookSpec:
+    return HookSpec(
+        f"{_RENDERER}.{method}", tokenize_entered, tokenize_left, tokenize_failed, takes=("prompts",), awaits=awaits
+    )
+
+
+def _offline_call(method: str) -> HookSpec:
+    return HookSpec(f"vllm.entrypoints.llm:LLM.{method}", offline_entered, offline_left, offline_failed)
+
 
 GROUPS = (
     HookGroup("build", (), (
@@ -220,8 +227,8 @@ GROUPS = (
     HookGroup("render", ("chat_template", "tokenize"), (
         HookSpec(f"{_RENDERER}.render_chat_async", render_entered, takes=("conversations",)),
         HookSpec(f"{_RENDERER}.render_chat", render_entered, takes=("conversations",)),
-        HookSpec(f"{_RENDERER}.tokenize_prompts_async", awaits=True, **_TOKENIZE),
-        HookSpec(f"{_RENDERER}.tokenize_prompts", **_TOKENIZE),
+        _tokenizes("tokenize_prompts_async", awaits=True),
+        _tokenizes("tokenize_prompts", awaits=False),
     )),
     HookGroup("tokenizer_pool", (), (
         HookSpec(f"{_RENDERER}._tokenize_prompt", tokenizer_took, takes=("prompt",)),
@@ -233,7 +240,7 @@ GROUPS = (
         HookSpec(f"{_OUTPUTS}.abort_requests", aborting, takes=("request_ids", "internal")),
     )),
     HookGroup("offline", ("teardown",), (
-        HookSpec("vllm.entrypoints.llm:LLM.generate", **_OFFLINE),
-        HookSpec("vllm.entrypoints.llm:LLM.chat", **_OFFLINE),
+        _offline_call("generate"),
+        _offline_call("chat"),
     )),
 )  # fmt: skip

@@ -58,9 +58,7 @@ def begin(scope: Scope, receive: Receive, send: Send) -> Watch | None:
         if operation is None or recorder.paused():
             return None
         root = new_root()
-        recorder.mark(
-            marks.ROOT, root.number, signed(root.trace_high), signed(root.trace_low), operation, 0
-        )
+        recorder.mark(marks.ROOT, root.number, signed(root.trace_high), signed(root.trace_low), operation, 0)
         recorder.text(marks.ROUTE, root.number, path)
         seen = set()
         for name, value in scope.get("headers") or ():

@@ -136,9 +136,7 @@ def changes(scheduler: Any, batch: Batch, output: Any) -> None:
         blocks = sum(len(group) for group in given or ())
         computed = request.num_computed_tokens - tokens
         prefill = int(computed < request.num_prompt_tokens)
-        recorder.mark(
-            marks.JOIN, key_of(identifier), batch.step, tokens, computed, blocks | prefill << 32
-        )
+        recorder.mark(marks.JOIN, key_of(identifier), batch.step, tokens, computed, blocks | prefill << 32)
     for identifier in before.keys() - counts.keys():
         recorder.mark(marks.LEAVE, key_of(identifier), batch.step)
     batch.members = dict(counts)

@@ -136,9 +136,7 @@ def _embedding_entered(_module: Any, _inputs: Any) -> None:
 def _embedding_left(_module: Any, _inputs: Any, output: Any) -> None:
     if step.number is not None:
         rows = output.shape[0]
-        recorder.mark(
-            marks.EMBEDDING, step.number, step.embedding_from, now(), step.device_async, rows
-        )
+        recorder.mark(marks.EMBEDDING, step.number, step.embedding_from, now(), step.device_async, rows)
 
 
 def release() -> None:

@@ -11,6 +11,10 @@ PLUGIN = str(GPU_PATH / "plugin")
 TRITON_CPU = str(GPU_PATH / "triton_cpu")
 
 
+#: With the worker inside the engine process nobody limits its threads, and on two cores two of them fight.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
 @dataclass(frozen=True)
 class Configuration:
     """One layout: what to add to the environment and the command, and what vLLM then reports of itself."""
@@ -34,7 +38,12 @@ class Configuration:
 
 def _gpu_like(flags: str, *, executor: str, offline_only: bool = False, **variables: str) -> Configuration:
     return Configuration(
-        variables={"GPU_DEFAULT_PATH": flags, "TRITON_INTERPRET": "1", **variables},
+        variables={
+            "GPU_DEFAULT_PATH": flags,
+            "TRITON_INTERPRET": "1",
+            **(ONE_THREAD if executor == "uni" else {}),
+            **variables,
+        },
         path_entries=(PLUGIN, TRITON_CPU),
         runner="V2",
         async_scheduling=True,
@@ -47,7 +56,9 @@ CONFIGURATIONS: dict[str, Configuration] = {
     # API server, EngineCore, Worker: what a CPU does by itself.
     "plain": Configuration(),
     # One process, nothing added.
-    "plain_inproc": Configuration(variables={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, executor="uni", offline_only=True),
+    "plain_inproc": Configuration(
+        variables={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **ONE_THREAD}, executor="uni", offline_only=True
+    ),
     # API server, EngineCore with the worker inside: what one GPU does by itself.
     "v2_async_uni": _gpu_like("async,uni,events", executor="uni"),
     "v2_async_uni_fork": _gpu_like("async,uni,fork,events", executor="uni"),
@@ -62,7 +73,7 @@ CONFIGURATIONS: dict[str, Configuration] = {
         variables={"GPU_DEFAULT_PATH": "async,events"}, path_entries=(PLUGIN,), async_scheduling=True
     ),
     "v1_async_uni": Configuration(
-        variables={"GPU_DEFAULT_PATH": "async,uni,events"},
+        variables={"GPU_DEFAULT_PATH": "async,uni,events", **ONE_THREAD},
         path_entries=(PLUGIN,),
         async_scheduling=True,
         executor="uni",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 def spawn(directory: Path, options: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Start ``python -m stagetrace.collect``; it ends by itself after the last writer has.
 
-    In a session of its own, so that a Ctrl-C meant for the server does not end it before the server has ended.
+    In a process group of its own, so that a Ctrl-C meant for the server does not end it first; but not in a session
+    of its own: schedulers weigh sessions against each other, and the collector would starve beside a busy engine.
     """
     command = [sys.executable, "-m", "stagetrace.collect", str(directory)]
     if options.get("store"):
         command += ["--store", str(options["store"])]
     if options.get("store_max"):
         command += ["--store-max", str(options["store_max"])]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=os.setpgrp)

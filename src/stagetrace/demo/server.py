@@ -53,9 +53,11 @@ class Server:
 
     def __enter__(self) -> Server:
         with open(self.log, "wb") as log:
+            # A group of its own, but not a session: schedulers weigh sessions against each other, and beside one
+            # full of an engine's busy threads the demo's client would wait for a CPU.
             self._process = subprocess.Popen(
                 self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
+                preexec_fn=os.setpgrp,
             )  # fmt: skip
         return self
 

@@ -1,0 +1,97 @@
+"""What GPU users run (V2 runner, asynchronous scheduling, worker inside the engine), on a CPU: the same twelve stages.
+
+Kernels go through Triton's interpreter, so times mean little here; order, number and tokens do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stagetrace import load
+from stagetrace.model import RequestRecord
+from tests.engine.configurations import CONFIGURATIONS
+from tests.engine.conftest import Live, Starter, Untraced, serial_bodies
+from tests.engine.serving import run_many, send
+from tests.invariants import violations
+
+#: One file, one configuration at a time; each server answers all of these.
+SERVERS = ("v2_async_uni", "v2_async_mp", "v1_async_uni")
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def live(request: pytest.FixtureRequest, starter: Starter, untraced: Untraced) -> Iterator[Live]:
+    yield from starter.start(request.param, traced=True)
+
+
+def all_measured(record: RequestRecord) -> None:
+    """Twelve stages, once each, every applicable one measured."""
+    assert violations(record) == []
+    assert {s.state for s in record.stages} <= {"measured", "not_applicable"}, [
+        (s.key, s.state) for s in record.stages
+    ]
+
+
+def test_twelve_stages_and_the_same_answers(live: Live, untraced: Untraced) -> None:
+    results = run_many(live.port, serial_bodies(live), 1)
+    assert [r.text for r in results] == untraced.serial
+    for result, record in zip(results, live.records(results), strict=True):
+        all_measured(record)
+        assert record.output_tokens == result.usage["completion_tokens"]
+
+
+def test_several_at_once(live: Live) -> None:
+    bodies = [live.body(60 + 200 * i, 8, seed=i, stream=i % 2 == 0) for i in range(6)]
+    results = run_many(live.port, bodies, 6)
+    for record in live.records(results):
+        all_measured(record)
+        split = record.stage("decode").attributes["split_ms"]
+        assert split["forward"] > 0
+
+
+def test_a_client_that_leaves(live: Live) -> None:
+    send(live.port, live.body(30, 2000, seed=3), hang_up_after_chunks=2)
+    after = live.records([send(live.port, live.body(30, 3, seed=4))])
+    all_measured(after[0])
+    aborted = [r for r in load(live.store).requests if r.status == "aborted"]
+    assert [r.active_stage for r in aborted] == ["decode"]
+
+
+OFFLINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+prompts = json.loads(sys.argv[2])
+llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=2560, max_num_seqs=8)
+params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+one = llm.chat([[{"role": "user", "content": p}] for p in prompts], params)
+print("ANSWERS", json.dumps([o.outputs[0].text for o in one]))
+"""
+
+
+@pytest.mark.parametrize("name", ["v2_async_inproc", "v2_async_uni_fork"])
+def test_offline(name: str, starter: Starter, model: Path, tmp_path: Path) -> None:
+    """``LLM.chat`` in one process, or with a forked engine: a root per prompt, no HTTP stage."""
+    configuration = CONFIGURATIONS[name]
+    prompts = [starter.prompt(tokens, 5) for tokens in (40, 300)]
+    script = tmp_path / "offline.py"
+    script.write_text(OFFLINE)
+    store = tmp_path / "store.db"
+    command = [sys.executable, "-m", "stagetrace", "run", "--store", str(store), "--", sys.executable, str(script)]
+    environment = {**os.environ, **starter.engine.environment(), **configuration.environment()}
+    done = subprocess.run(
+        [*command, str(model), json.dumps(prompts)], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = load(store).requests
+    assert len({r.span_id for r in records}) == len(prompts)
+    for record in records:
+        all_measured(record)
+        assert record.stage("http_receive").state == "not_applicable"
+        assert record.stage("chat_template").state == "measured"
+        assert (record.output_tokens, record.ttft_kind) == (12, "internal")

@@ -1,22 +1,189 @@
-"""What must hold for every request record, whatever happened to the request. (The engine tests call `violations`.)"""
+"""What must hold for every request record, whatever happened to the request, and whoever recorded it."""
 
 from __future__ import annotations
 
-from stagetrace.model import RequestRecord
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from stagetrace.model import RequestRecord, StageRecord
+from stagetrace.stages import BY_KEY, STAGES, STATES
+
+#: The documented keys of one request, and of one stage, in `stages --json`.
+REQUEST_KEYS = (
+    "request_id", "external_id", "trace_id", "operation", "model", "status", "finish_reason", "active_stage",
+    "prompt_tokens", "cached_tokens", "output_tokens", "start_unix_ns", "e2e_ms", "ttft_ms", "ttft_kind", "queue_ms",
+    "prefill_ms", "itl_ms", "coverage", "coverage_ttft", "unattributed_ms", "preemptions", "sequence", "stages",
+)  # fmt: skip
+STAGE_KEYS = ("number", "key", "state", "source", "start_ms", "duration_ms", "attributes")
+SOURCES = ("host_clock", "cuda_event", "estimated")
+SPLIT = (
+    "schedule", "dispatch", "prepare", "forward", "lm_head", "sample", "update", "stalled", "preempted", "other",
+)  # fmt: skip
+#: Rounding of floats that count milliseconds.
+EPS = 1e-3
+#: A nanosecond, in ms: times are differences of whole nanoseconds.
+NS = 2e-6
 
 
-def violations(record: RequestRecord) -> list[str]:
-    """Every broken rule, in words; empty when the record is sound."""
+def violations(record: RequestRecord, complete: bool = False) -> list[str]:
+    """Every broken rule, in words; empty when the record is sound.
+
+    ``complete`` says that no mark was lost: then the tokens are all there, too.
+    """
     found = []
-    if [s.number for s in record.stages] != list(range(1, 13)):
-        found.append("not twelve stages in order")
-    reached = 0.0
+    for rule in (_form, _states, _order, _ending, _sums, _decode, _tokens, _timers):
+        try:
+            rule(record)
+        except AssertionError as broken:
+            found.append(f"{record.request_id}: {rule.__name__[1:]}: {broken}")
+    if complete and record.status == "ok" and len(record.token_times_ms) != record.output_tokens:
+        found.append(f"{record.request_id}: {len(record.token_times_ms)} of {record.output_tokens} tokens have times")
+    return found
+
+
+def check(record: RequestRecord, complete: bool = False) -> None:
+    """AssertionError with every rule that ``record`` breaks."""
+    found = violations(record, complete)
+    assert not found, "\n".join([*found, *map(str, record.stages), str(record)])
+
+
+def check_all(records: Iterable[RequestRecord], complete: bool = False) -> None:
+    """Every rule for every record, and that no two of them are the same sequence."""
+    seen = set()
+    for record in records:
+        check(record, complete)
+        identity = (record.trace_id, record.span_id, record.sequence)
+        assert identity not in seen, f"two records of sequence {identity}"
+        seen.add(identity)
+
+
+def timed(record: RequestRecord) -> list[StageRecord]:
+    """The stages that have times, the embedding apart: it lies inside the prefill."""
+    return [s for s in record.stages if s.duration_ms is not None and s.key != "embedding"]
+
+
+def end_of(stage: StageRecord, record: RequestRecord) -> float:
+    """Where a stage ends. A prefill's duration leaves out the embedding and the gaps between its chunks."""
+    assert stage.start_ms is not None and stage.duration_ms is not None
+    end = stage.start_ms + stage.duration_ms
+    if stage.key == "prefill":
+        end += (stage.attributes["gaps_ms"] or 0.0) + (record.stage("embedding").duration_ms or 0.0)
+    return end
+
+
+def _form(record: RequestRecord) -> None:
+    """What a reader of the JSON relies on."""
+    out = json.loads(json.dumps(record.to_json(), allow_nan=False))
+    assert not set(REQUEST_KEYS) - out.keys(), f"missing {set(REQUEST_KEYS) - out.keys()}"
+    assert isinstance(out["start_unix_ns"], str) and out["start_unix_ns"].isdigit()
+    assert [(s["number"], s["key"]) for s in out["stages"]] == [(s.number, s.key) for s in STAGES]
+    for stage in out["stages"]:
+        assert set(STAGE_KEYS) <= stage.keys() and isinstance(stage["attributes"], dict)
+    assert out["itl_ms"].keys() == {"p50", "p95", "p99", "max"}
+    assert out["status"] in ("ok", "aborted", "error", "in_flight")
+    assert out["finish_reason"] != "unknown", "unknown is null"
+    assert len(out["trace_id"]) == 32 and int(out["trace_id"], 16)
+
+
+def _states(record: RequestRecord) -> None:
     for stage in record.stages:
-        measured = stage.state in ("measured", "estimated")
-        if measured != (stage.duration_ms is not None and stage.start_ms is not None):
-            found.append(f"{stage.key}: {stage.state} with {stage.start_ms}, {stage.duration_ms}")
-        if measured and stage.key != "embedding":
-            if stage.start_ms < reached - 1e-6:
-                found.append(f"{stage.key} overlaps: {stage.start_ms} < {reached}")
-            reached = stage.start_ms + stage.duration_ms
-    return [f"{record.request_id}: {problem}" for problem in found]
+        assert stage.state in STATES, stage
+        has = stage.state in ("measured", "estimated")
+        assert (stage.start_ms is not None) == (stage.duration_ms is not None) == has, stage
+        assert (stage.source in SOURCES) if has else stage.source is None, stage
+        assert stage.source != "estimated" or stage.state == "estimated", stage
+        if has:
+            assert stage.start_ms is not None and stage.duration_ms is not None
+            assert stage.start_ms >= 0 and stage.duration_ms >= 0, stage
+            missing = set(BY_KEY[stage.key].facts) - stage.attributes.keys()
+            assert not missing, f"{stage.key} lacks {missing}"
+    if record.status != "in_flight":
+        assert record.status == "ok" or record.active_stage in BY_KEY, record.active_stage
+    assert record.status != "ok" or record.active_stage is None
+    reached = [s.number for s in record.stages if s.duration_ms is not None]
+    holes = [s for s in record.stages[: max(reached, default=0)] if s.state == "not_reached"]
+    assert not holes, f"{holes} are before stage {max(reached)}, which was reached"
+
+
+def _order(record: RequestRecord) -> None:
+    """No overlap but the embedding's, and nothing outside the request."""
+    reached = 0.0
+    for stage in timed(record):
+        assert stage.start_ms is not None and stage.start_ms >= reached - NS, f"{stage.key} starts before {reached}"
+        reached = end_of(stage, record)
+    if record.e2e_ms is not None:
+        assert reached <= record.e2e_ms + NS, f"ends at {reached}, the request at {record.e2e_ms}"
+    embedding, prefill = record.stage("embedding"), record.stage("prefill")
+    if embedding.start_ms is not None and embedding.duration_ms is not None:
+        assert prefill.start_ms is not None, "an embedding without the prefill around it"
+        assert embedding.start_ms >= prefill.start_ms - NS
+        assert embedding.start_ms + embedding.duration_ms <= end_of(prefill, record) + NS
+
+
+def _ending(record: RequestRecord) -> None:
+    """An aborted or failed request has nothing after the stage it ended in."""
+    if record.status == "ok":
+        assert not [s.key for s in record.stages if s.state == "not_reached"]
+        return
+    assert record.active_stage is not None
+    for stage in record.stages[BY_KEY[record.active_stage].number :]:
+        assert stage.state == "not_reached", f"{stage.key} is {stage.state}, it ended in {record.active_stage}"
+
+
+def _sums(record: RequestRecord) -> None:
+    """The parts and the whole."""
+    if not record.e2e_ms:
+        assert record.coverage is None and record.coverage_ttft is None and record.unattributed_ms is None
+        return
+    assert record.unattributed_ms is not None and record.coverage is not None
+    whole = sum(s.duration_ms or 0.0 for s in record.stages)
+    assert abs(whole + record.unattributed_ms - record.e2e_ms) <= EPS, (whole, record.unattributed_ms, record.e2e_ms)
+    assert abs(sum(record.gaps_ms.values()) - record.unattributed_ms) <= EPS
+    assert all(gap > 0 for gap in record.gaps_ms.values()), record.gaps_ms
+    decode = record.stage("decode")
+    other = (decode.attributes.get("split_ms") or {}).get("other", 0.0) if decode.duration_ms is not None else 0.0
+    assert abs(record.coverage - (1 - (record.unattributed_ms + other) / record.e2e_ms)) <= 1e-9, record.coverage
+    assert -1e-9 <= record.coverage <= 1 + 1e-9, record.coverage
+    assert (record.coverage_ttft is None) == (record.ttft_ms is None), record.ttft_ms
+    if record.coverage_ttft is not None and record.ttft_ms is not None:
+        early = sum(s.duration_ms or 0.0 for s in record.stages[:10])
+        assert abs(record.coverage_ttft - early / record.ttft_ms) <= 1e-9, (record.coverage_ttft, early)
+        assert -1e-9 <= record.coverage_ttft <= 1 + 1e-9, record.coverage_ttft
+
+
+def _decode(record: RequestRecord) -> None:
+    stage = record.stage("decode")
+    if stage.duration_ms is None or stage.attributes.get("interrupted"):
+        return
+    split: dict[str, Any] = stage.attributes["split_ms"]
+    assert set(split) == set(SPLIT), set(split) ^ set(SPLIT)
+    assert all(part >= 0 for part in split.values()), split
+    assert abs(sum(split.values()) - stage.duration_ms) <= EPS, (split, stage.duration_ms)
+    assert stage.attributes["itl_ms"] == record.itl_ms
+
+
+def _tokens(record: RequestRecord) -> None:
+    times = record.token_times_ms
+    assert times == sorted(times) and all(time >= 0 for time in times), times
+    if record.output_tokens is not None:
+        assert len(times) <= record.output_tokens, (len(times), record.output_tokens)
+
+
+def _timers(record: RequestRecord) -> None:
+    assert (record.ttft_ms is None) == (record.ttft_kind is None)
+    assert record.ttft_kind in (None, "streamed", "internal")
+    if record.ttft_ms is not None:
+        assert record.ttft_ms >= 0
+        assert record.e2e_ms is None or record.ttft_ms <= record.e2e_ms + NS
+        first = record.stage("detokenize")
+        assert first.duration_ms is None or abs(end_of(first, record) - record.ttft_ms) <= NS
+    assert record.queue_ms == record.stage("admission").duration_ms
+    prefill = record.stage("prefill")
+    if prefill.duration_ms is not None and not prefill.attributes.get("interrupted"):
+        assert prefill.start_ms is not None and record.prefill_ms is not None
+        assert abs(end_of(prefill, record) - prefill.start_ms - record.prefill_ms) <= NS
+    else:
+        assert record.prefill_ms is None
+    gaps = [v for v in record.itl_ms.values() if v is not None]
+    assert all(v >= 0 for v in gaps)

@@ -214,13 +214,13 @@ def _offline_call(method: str) -> HookSpec:
 
 GROUPS = (
     HookGroup("build", (), (
-        HookSpec("vllm.v1.engine.async_llm:AsyncLLM.__init__", engine_building),
+        HookSpec("vllm.v1.engine.async_llm:AsyncLLM.__init__", engine_building, pausable=False),
     )),
     HookGroup("build_offline", (), (
-        HookSpec("vllm.v1.engine.llm_engine:LLMEngine.__init__", engine_building),
+        HookSpec("vllm.v1.engine.llm_engine:LLMEngine.__init__", engine_building, pausable=False),
     )),
     HookGroup("http", ("http_receive", "detokenize", "teardown"), (
-        HookSpec("fastapi.applications:FastAPI.build_middleware_stack", leave=shell, replaces=True),
+        HookSpec("fastapi.applications:FastAPI.build_middleware_stack", leave=shell, replaces=True, pausable=False),
     )),
     HookGroup("chat", ("http_receive",), (HookSpec(_CHAT, handler_entered, takes=("request",)),)),
     HookGroup("completion", ("http_receive",), (HookSpec(_COMPLETION, handler_entered, takes=("request",)),)),

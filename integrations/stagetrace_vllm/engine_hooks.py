@@ -10,6 +10,9 @@ from typing import Any
 
 from stagetrace.plugin import HookGroup, HookSpec, key_of, marks, now, number, recorder
 
+#: Up to so many members are looked for in the batch one by one; for more, it is worth an index.
+FEW = 4
+
 
 class Batch:
     """What the last step was made of; lives on the scheduler."""
@@ -18,7 +21,9 @@ class Batch:
         # The upper half tells engines apart, the lower half counts steps.
         self.step = number() & 0x7FFFFFFF_00000000
         self.ids: list[str] = []
-        self.members: dict[str, int] = {}
+        self.members: set[str] = set()
+        #: Those of them that ran other than one token.
+        self.others: set[str] = set()
         self.steady = False
 
 
@@ -119,27 +124,42 @@ def scheduled(entered: int, scheduler: Any, output: Any) -> None:
 
 
 def changes(scheduler: Any, batch: Batch, output: Any) -> None:
-    """Write the difference between this step's members and the last one's."""
+    """Write the difference between this step's members and the last one's.
+
+    On a busy server somebody joins or leaves in most steps. So whoever has not changed is left to operations on whole
+    sets, which never look at a member.
+    """
     counts = output.num_scheduled_tokens
-    before = batch.members
     fresh = {data.req_id: data for data in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
-    position = {identifier: i for i, identifier in enumerate(cached.req_ids)}
-    for identifier, tokens in counts.items():
-        if before.get(identifier) == tokens == 1 and identifier not in fresh:
-            continue
+    members = set(counts)
+    others = not_one(counts, output.total_num_scheduled_tokens, fresh)
+    changed = (members - batch.members) | others | fresh.keys() | (batch.others & members)
+    few = len(changed) - len(fresh) <= FEW
+    position = cached.req_ids.index if few else {name: i for i, name in enumerate(cached.req_ids)}.__getitem__
+    for identifier in changed:
         request = scheduler.requests.get(identifier)
         if request is None:
             continue
+        tokens = counts[identifier]
         data = fresh.get(identifier)
-        given = data.block_ids if data else cached.new_block_ids[position[identifier]]
+        given = data.block_ids if data else cached.new_block_ids[position(identifier)]
         blocks = sum(len(group) for group in given or ())
         computed = request.num_computed_tokens - tokens
         prefill = int(computed < request.num_prompt_tokens)
         recorder.mark(marks.JOIN, key_of(identifier), batch.step, tokens, computed, blocks | prefill << 32)
-    for identifier in before.keys() - counts.keys():
+    for identifier in batch.members - members:
         recorder.mark(marks.LEAVE, key_of(identifier), batch.step)
-    batch.members = dict(counts)
+    batch.members, batch.others = members, others
+
+
+def not_one(counts: dict[str, int], total: int, fresh: dict[str, Any]) -> set[str]:
+    """Who runs other than one token; as a rule nobody but those just admitted, and the totals tell."""
+    if total == len(counts):
+        return set()
+    if total - sum(counts[name] for name in fresh) == len(counts) - len(fresh):
+        return {name for name in fresh if counts[name] != 1}
+    return {name for name, tokens in counts.items() if tokens != 1}
 
 
 def update_entered(_scheduler: Any, output: Any) -> tuple[int, Any]:

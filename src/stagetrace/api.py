@@ -52,7 +52,7 @@ def flush(timeout_s: float) -> bool:
     request = directory / session.FLUSH
     stamp = str(time.monotonic_ns())
     try:
-        request.write_text(stamp)
+        session.write(request, stamp)
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             done = directory / session.FLUSHED

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -30,9 +31,7 @@ def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="The server's command line.")],
     store: Annotated[Path, typer.Option(metavar="FILE", help="Where to keep what is recorded.")] = DEFAULT_STORE,
     no_store: Annotated[bool, typer.Option("--no-store", help="Keep nothing on disk.")] = False,
-    store_max: Annotated[
-        str, typer.Option(metavar="SIZE", help="Remove the oldest requests beyond this.")
-    ] = "1GiB",
+    store_max: Annotated[str, typer.Option(metavar="SIZE", help="Remove the oldest requests beyond this.")] = "1GiB",
 ) -> None:
     """Run a server with every stage of its requests recorded; the exit code is the server's."""
     from .store import parse_size
@@ -54,7 +53,7 @@ def stages(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="All requests as one JSON document.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the stage table itself.")] = False,
-    last: Annotated[int, typer.Option(metavar="N", help="How many of the newest requests to print.")] = 3,
+    last: Annotated[int, typer.Option(metavar="N", min=1, help="How many of the newest requests to print.")] = 3,
 ) -> None:
     """The stopwatch: what each of the twelve stages of a request took."""
     if markdown:
@@ -65,9 +64,9 @@ def stages(
     from .report.requests import print_json, print_stopwatches
     from .store import find, load
 
-    trace = load(file, limit=None if request or as_json else last)
-    records = find(trace, request) if request else trace.requests
-    if request and not records:
+    trace = load(file, limit=last if request is None and not as_json else None)
+    records = trace.requests if request is None else find(trace, request)
+    if request is not None and not records:
         raise Fault(f"{file} has no request {request}; `stagetrace stages {file} --json` lists the ids it has")
     for line in trace.notices:
         typer.echo(f"stagetrace: {line}", err=True)
@@ -114,11 +113,15 @@ def _set_paused(name: str | None, paused: bool) -> None:
     chosen = [s for s in live if name in (None, s.name, str(s))]
     if len(chosen) != 1:
         names = ", ".join(s.name for s in live) or "none"
-        raise Fault(f"which session? running: {names}; start one with `stagetrace run -- CMD`, or name one")
+        asked = f"no session {name};" if name else "which session?"
+        raise Fault(f"{asked} running: {names}; start one with `stagetrace run -- CMD`, or name one")
     flag = chosen[0] / session.PAUSED
-    # The flag is for rings that are yet to come, the byte in each ring for those that are there.
-    flag.touch(mode=0o600) if paused else flag.unlink(missing_ok=True)
-    rings = set_paused(chosen[0], paused)
+    try:
+        # The flag is for rings that are yet to come, the byte in each ring for those that are there.
+        flag.touch(mode=0o600) if paused else flag.unlink(missing_ok=True)
+        rings = set_paused(chosen[0], paused)
+    except OSError as error:
+        raise Fault(f"session {chosen[0]}: {error.strerror}") from None
     typer.echo(f"{'paused' if paused else 'resumed'} {chosen[0].name} ({rings} recording threads)")
 
 
@@ -128,23 +131,38 @@ def main() -> None:
     from .store import StoreError
 
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="stagetrace", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except (Fault, StoreError, SessionError) as error:
         _fail(str(error))
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(0)
+    except OSError as error:
+        # Python would fail once more when it closes what cannot be written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # whoever read our output has enough
+            sys.exit(0)
+        _fail(str(error))
     except Exception as error:
-        # Typer carries its own click: a usage error is told by what it can do, not by its class.
-        if not hasattr(error, "format_message"):
-            raise
-        command = getattr(getattr(error, "ctx", None), "command_path", "stagetrace")
-        _fail(f"{error.format_message()} (see `{command} --help`)")
+        _refuse(error)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(line: str) -> None:
-    print(f"stagetrace: {line}", file=sys.stderr)
+def _refuse(error: Exception) -> NoReturn:
+    """End with what is wrong with the command line, or raise what is our own fault.
+
+    Typer carries its own click: a usage error is told by what it can do, not by its class.
+    """
+    context = getattr(error, "ctx", None)
+    if not hasattr(error, "format_message"):
+        raise error
+    if len(sys.argv) == 1 and context is not None:  # asked nothing: the help is the answer
+        typer.echo(context.get_help(), err=True)
+        sys.exit(2)
+    _fail(f"{error.format_message()} (see `{getattr(context, 'command_path', 'stagetrace')} --help`)")
+
+
+def _fail(line: str) -> NoReturn:
+    print(f"stagetrace: {' '.join(line.splitlines())}", file=sys.stderr)
     sys.exit(2)

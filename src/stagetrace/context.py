@@ -6,20 +6,20 @@ variable, but what they set in it is invisible to each other.
 
 from __future__ import annotations
 
+import itertools
 import os
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 _salt = int.from_bytes(os.urandom(8), "little")
-_issued = 0
+#: Its ``next`` is one step of the interpreter: threads cannot get the same number.
+_issued = itertools.count(1)
 
 
 def number() -> int:
     """A new 64-bit number for a root, a sequence or a step's engine: never 0, distinct across processes."""
-    global _issued
-    _issued += 1
     # An odd multiplier walks through all 2**64 values, so numbers of one process never repeat.
-    return (_salt + _issued * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF or number()
+    return (_salt + next(_issued) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF or number()
 
 
 def _reseed() -> None:

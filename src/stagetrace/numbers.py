@@ -1,4 +1,4 @@
-"""The numbers of a run: four timers and four gauges at p50, p95 and p99, with the facts that make them mean something."""
+"""The numbers of a run: four timers and four gauges at p50, p95 and p99, and the facts that give them a meaning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from .model import SCHEMA, RequestRecord
 from .stages import STAGES
-from .stats import percentile, quantiles
+from .stats import inter_token, percentile, quantiles, spread
 from .store import Trace
 
 Numbers = dict[str, Any]
@@ -14,7 +14,7 @@ Numbers = dict[str, Any]
 
 def numbers(trace: Trace) -> Numbers:
     """Compute the document of ``numbers --json`` (times in ms) from what ``trace`` holds."""
-    done = [r for r in trace.requests if r.status == "ok"]
+    done = [r for r in trace.requests if r.status == "ok" and r.e2e_ms is not None]
     steps = trace.steps
     usage = [step.kv_usage for step in steps]
     waiting = [float(step.waiting) for step in steps]
@@ -26,26 +26,17 @@ def numbers(trace: Trace) -> Numbers:
             "queue_ms": quantiles(r.queue_ms for r in done),
             "prefill_ms": quantiles(r.prefill_ms for r in done),
             "ttft_ms": quantiles(r.ttft_ms for r in done),
-            "itl_ms": quantiles(gap for r in done for gap in _gaps(r)),
+            "itl_ms": quantiles(gap for r in done for gap in inter_token(r.token_times_ms)),
         },
         "gauges": {
-            "kv_cache_utilization": _gauge(usage),
-            "queue_depth": _gauge(waiting),
-            "batch_size": _gauge(batch),
+            "kv_cache_utilization": spread(usage),
+            "queue_depth": spread(waiting),
+            "batch_size": spread(batch),
             "preemptions": sum(r.preemptions for r in trace.requests),
         },
         "saturated": _saturated(usage, waiting),
         "stages": _stages(done),
     }
-
-
-def _gaps(record: RequestRecord) -> list[float]:
-    times = record.token_times_ms
-    return [after - before for before, after in zip(times, times[1:], strict=False)]
-
-
-def _gauge(values: list[float]) -> dict[str, float | None]:
-    return {**quantiles(values), "max": max(values, default=None)}
 
 
 def _saturated(usage: list[float], waiting: list[float]) -> bool:
@@ -61,8 +52,11 @@ def _context(trace: Trace, done: list[RequestRecord]) -> dict[str, Any]:
     ends = [r.start_unix_ns + (r.e2e_ms or 0) * 1e6 for r in done]
     window_s = (max(ends) - min(starts)) / 1e9 if done else 0.0
     tokens = sum(r.output_tokens or 0 for r in done)
-    busy_s = sum(r.e2e_ms or 0 for r in done) / 1e3
-    roots = {r.span_id for r in done}
+    roots: dict[tuple[str, str], float] = {}
+    for r in done:  # the sequences of one request count once
+        root = r.trace_id, r.span_id
+        roots[root] = max(roots.get(root, 0.0), r.e2e_ms or 0.0)
+    busy_s = sum(roots.values()) / 1e3
     return {
         "request_rate": len(roots) / window_s if window_s else None,
         "concurrency": busy_s / window_s if window_s else None,

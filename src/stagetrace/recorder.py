@@ -35,9 +35,14 @@ log = logging.getLogger("stagetrace")
 class Ring:
     """One thread's ring file. ``buffer`` is the mapping; ``count`` hands out sequence numbers from 1."""
 
-    def __init__(self, path: Path, capacity: int, role: str, paused: bool) -> None:
+    def __init__(self, path: Path, capacity: int, role: str) -> None:
         self.path = path
         self.capacity = capacity
+        self.count = itertools.count(1)
+        head = HEADER.pack(
+            MAGIC, marks.RECORD_SIZE, capacity, os.getpid(), threading.get_native_id(), *anchor(),
+            role.encode("utf-8", "replace")[:32],
+        )  # fmt: skip
         size = HEADER_BYTES + capacity * marks.RECORD_SIZE
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
@@ -45,26 +50,35 @@ class Ring:
             # Without the pages really being there, a full tmpfs would be a SIGBUS in the engine.
             os.posix_fallocate(descriptor, 0, size)
             self.buffer = mmap.mmap(descriptor, size, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+            for page in range(0, size, mmap.PAGESIZE):
+                self.buffer[page] = 0
         except BaseException:
             os.unlink(path)
             raise
         finally:
             os.close(descriptor)
-        for page in range(0, size, mmap.PAGESIZE):
-            self.buffer[page] = 0
-        self.count = itertools.count(1)
-        self.buffer[PAUSED_AT] = paused
-        head = HEADER.pack(
-            MAGIC, marks.RECORD_SIZE, capacity, os.getpid(), threading.get_native_id(), *anchor(),
-            role.encode()[:32],
-        )  # fmt: skip
         # The magic goes last: a reader that sees it sees a complete header.
         self.buffer[8 : len(head)] = head[8:]
         self.buffer[:8] = head[:8]
 
 
+class _Lease:
+    """A thread's hold on its ring. It lies in the thread's local storage, and so ends with the thread.
+
+    ``Thread.is_alive`` would not do: threads that the engine's C++ made stay "alive" for ever.
+    """
+
+    def __init__(self, ring: Ring, free: list[Ring]) -> None:
+        self._ring = ring
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self._ring)
+
+
 class _Local(threading.local):
     ring: Ring | None
+    lease: _Lease
 
 
 class Recorder:
@@ -94,9 +108,11 @@ class Recorder:
     def _forget(self) -> None:
         """Start afresh: at birth, and in a forked child, which must not write into its parent's rings."""
         self._local = _Local()
-        self._lock = threading.Lock()
+        # Re-entrant: a signal handler may run engine code, and so hooks, while its thread gets its ring.
+        self._lock = threading.RLock()
         self._made = 0
-        self._owned: list[tuple[threading.Thread, Ring]] = []
+        self._first: Ring | None = None
+        self._free: list[Ring] = []
         self._broken = False
         self._greeted = False
 
@@ -145,38 +161,39 @@ class Recorder:
         ring = None
         if self.directory is not None and not self._broken:
             with self._lock:
-                ring = self._reuse() or self._make()
+                ring = self._free.pop() if self._free else self._make(self.directory)
         self._local.ring = ring
-        if ring is not None and self._made == 1 and not self._greeted:
-            self._greeted = True
-            if self.on_first_ring:
-                self.on_first_ring()
+        if ring is not None:
+            self._local.lease = _Lease(ring, self._free)
+            if not self._greeted:
+                self._greeted = True
+                if self.on_first_ring:
+                    self.on_first_ring()
         return ring
 
-    def _reuse(self) -> Ring | None:
-        for index, (thread, ring) in enumerate(self._owned):
-            if not thread.is_alive():
-                self._owned[index] = (threading.current_thread(), ring)
-                return ring
-        return None
-
-    def _make(self) -> Ring | None:
+    def _make(self, directory: Path) -> Ring | None:
         if self._made >= MAX_RINGS:
-            refused = self._owned[0][1]
-            count = int.from_bytes(refused.buffer[REFUSED_AT : REFUSED_AT + 8], sys.byteorder) + 1
-            refused.buffer[REFUSED_AT : REFUSED_AT + 8] = count.to_bytes(8, sys.byteorder)
+            self._refuse()
             return None
-        assert self.directory is not None
         # The clock keeps the name unique when the system hands out a process id again.
-        path = self.directory / f"ring-{os.getpid()}-{self._made}-{now():x}"
+        path = directory / f"ring-{os.getpid()}-{self._made}-{now():x}"
         try:
-            session.check(self.directory)
-            paused = (self.directory / session.PAUSED).exists()
-            ring = Ring(path, self.capacity, threading.current_thread().name, paused)
-        except (OSError, ValueError, session.SessionError) as error:
+            session.check(directory)
+            ring = Ring(path, self.capacity, threading.current_thread().name)
+            # After the ring can be seen, or `stagetrace pause` could miss it in between; again if it moved meanwhile.
+            while ring.buffer[PAUSED_AT] != (paused := (directory / session.PAUSED).exists()):
+                ring.buffer[PAUSED_AT] = paused
+        except (OSError, ValueError, MemoryError, session.SessionError) as error:
             self._broken = True
-            log.warning("stagetrace: no recording in pid %d (%s); serving goes on", os.getpid(), error)
+            log.warning("stagetrace: no recording in pid %d (%s: %s); serving goes on", os.getpid(), directory, error)
             return None
         self._made += 1
-        self._owned.append((threading.current_thread(), ring))
+        self._first = self._first or ring
         return ring
+
+    def _refuse(self) -> None:
+        """Count a thread that gets no ring, where the reader finds it."""
+        assert self._first is not None
+        place = slice(REFUSED_AT, REFUSED_AT + 8)
+        count = int.from_bytes(self._first.buffer[place], sys.byteorder) + 1
+        self._first.buffer[place] = count.to_bytes(8, sys.byteorder)

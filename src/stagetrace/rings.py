@@ -1,12 +1,15 @@
-"""The reader's side of the rings: bounds-checked, tolerant of torn, lost and foreign bytes."""
+"""The reader's side of the rings: bounds-checked, tolerant of torn, lost and foreign bytes.
+
+Rings are read with ``pread``, not mapped: of a file that somebody cuts short that is a short read, not a SIGBUS.
+"""
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,13 +18,17 @@ from .marks import Mark, TextMark
 from .recorder import HEADER, HEADER_BYTES, MAGIC, PAUSED_AT, REFUSED_AT
 
 SIZE = marks.RECORD_SIZE
-_KIND_AT = 56
 MAX_CAPACITY = 1 << 22
+_KIND_AT = 56
+#: Records looked at in one go.
+_CHUNK = 512
+#: How far to look for the next whole record when one was given up halfway.
+_AHEAD = 16
 
 
 @dataclass
 class Ring:
-    """An open ring. ``lost`` counts marks overwritten before they were read."""
+    """An open ring. ``lost`` counts marks that were overwritten before they were read, or never finished."""
 
     path: Path
     pid: int
@@ -29,55 +36,85 @@ class Ring:
     role: str
     anchor_ns: tuple[int, int]
     capacity: int
-    buffer: mmap.mmap
+    descriptor: int
     expected: int = 1
     lost: int = 0
+    _gap: int = 0
     _parts: list[bytes] = field(default_factory=list)
 
-    def refused(self) -> int:
-        """Marks the writer refused because its process had too many threads."""
-        return int.from_bytes(self.buffer[REFUSED_AT : REFUSED_AT + 8], sys.byteorder)
+    def __del__(self) -> None:
+        self.close()
 
-    def read(self) -> Iterator[Mark | TextMark]:
-        """Yield what has been written since the last call, in order, never a torn record."""
-        while True:
-            slot = self.expected & (self.capacity - 1)
-            low = HEADER_BYTES + slot * SIZE
-            high = HEADER_BYTES + min(self.capacity, slot + 4096) * SIZE
-            # Three looks: a record is whole if its end was there before, and its head still is after, the copy used.
-            before, body, after = self.buffer[low:high], self.buffer[low:high], self.buffer[low:high]
-            taken = 0
-            for index, row in enumerate(marks.RECORD.iter_unpack(body)):
-                if row[0] != self.expected or row[8] != self.expected & 0xFFFFFFFF:
-                    break
-                if not _whole(before, after, index, row[0]):
-                    break
-                self.expected += 1
-                taken += 1
-                decoded = self._decode(row, body[index * SIZE : (index + 1) * SIZE])
+    def close(self) -> None:
+        """Let go of the file; there is nothing to read any more."""
+        if self.descriptor >= 0:
+            with suppress(OSError):
+                os.close(self.descriptor)
+            self.descriptor = -1
+
+    def refused(self) -> int:
+        """How many threads of the writer got no ring, because its process has too many."""
+        return int.from_bytes(self._bytes(REFUSED_AT, 8), sys.byteorder)
+
+    def read(self, final: bool = False) -> Iterator[Mark | TextMark]:
+        """Yield what has been written since the last call, in order, never a torn record.
+
+        About two rings full at most, or a busy writer would keep its reader here for ever. ``final`` says that the
+        writer is gone: what is not whole now never will be.
+        """
+        for _ in range(2 * self.capacity // _CHUNK + 2 * _AHEAD):
+            body = self._take()
+            for at in range(0, len(body), SIZE):
+                decoded = self._decode(body[at : at + SIZE])
                 if decoded is not None:
                     yield decoded
-            if taken < (high - low) // SIZE and not self._lapped():
+            if not body and not self._step_over(final):
                 return
 
-    def _lapped(self) -> bool:
-        """Step over what the writer has overwritten; False when there is simply nothing new."""
-        at = HEADER_BYTES + (self.expected & (self.capacity - 1)) * SIZE
-        head = int.from_bytes(self.buffer[at : at + 8], sys.byteorder)
-        if head <= self.expected or head > 1 << 62:
-            return False
-        # A quarter of the ring as a margin, or the writer would lap us again at once.
-        resume = head - self.capacity + 1 + self.capacity // 4
-        resume = max(resume, self.expected + 1)
+    def _take(self) -> bytes:
+        """The next whole records.
+
+        They were whole if both their ends are there in a first look. In a second look they still are, if the writer,
+        who goes round in order, has by then not finished the one before the first that overwrites them.
+        """
+        whole = 0
+        for row in marks.RECORD.iter_unpack(self._records(self.expected, min(self.capacity, _CHUNK))):
+            if not _ends(row, self.expected + whole):
+                break
+            whole += 1
+        body = self._records(self.expected, whole)
+        if len(body) < whole * SIZE or self._head(self.expected - 1) >= self.expected - 1 + self.capacity:
+            return b""
+        self.expected += whole
+        return body
+
+    def _step_over(self, final: bool) -> bool:
+        """Step over what was overwritten, or never finished; False when there is simply nothing new."""
+        newest = max(self._head(self.expected - 1), self._head(self.expected))
+        if newest >= self.expected - 1 + self.capacity:
+            # A quarter of the ring as a margin, or the writer would lap us again at once.
+            resume = newest + 1 - self.capacity + max(1, self.capacity // 4)
+        else:
+            resume = self._ahead()
+            # A signal handler's mark may come before the one it interrupted: let that one have until the next call.
+            if not resume or not (final or self._gap == self.expected):
+                self._gap = self.expected
+                return False
         self.lost += resume - self.expected
         self.expected = resume
         self._parts.clear()
         return True
 
-    def _decode(self, row: tuple[int, ...], raw: bytes) -> Mark | TextMark | None:
-        kind = row[7]
+    def _ahead(self) -> int:
+        """The next whole record after one that is not; 0 if there is none yet."""
+        after = self.expected + 1
+        rows = marks.RECORD.iter_unpack(self._records(after, min(self.capacity - 1, _AHEAD)))
+        return next((n for n, row in enumerate(rows, after) if _ends(row, n)), 0)
+
+    def _decode(self, raw: bytes) -> Mark | TextMark | None:
+        _, t, key, a, b, c, d, kind, _ = marks.RECORD.unpack(raw)
         if not kind & marks.TEXT_BIT:
-            return Mark(row[1], kind, marks.unsigned(row[2]), *row[3:7])
+            return Mark(t, kind, marks.unsigned(key), a, b, c, d)
         if kind & 0xFF != len(self._parts):
             self._parts.clear()
             if kind & 0xFF:
@@ -85,53 +122,79 @@ class Ring:
         self._parts.append(raw[24:_KIND_AT])
         if kind & marks.TEXT_MORE:
             return None
-        text = b"".join(self._parts).rstrip(b"\0").decode("utf-8", "replace")
+        # The writer cuts long strings by bytes: the last character may be half there.
+        text = b"".join(self._parts).rstrip(b"\0").decode("utf-8", "ignore")
         self._parts.clear()
-        return TextMark(row[1], kind >> 8 & 0xFF, marks.unsigned(row[2]), text)
+        return TextMark(t, kind >> 8 & 0xFF, marks.unsigned(key), text)
+
+    def _records(self, first: int, count: int) -> bytes:
+        """``count`` records from number ``first`` on, round the end of the file; fewer of a file cut short."""
+        slot = first & (self.capacity - 1)
+        straight = min(count, self.capacity - slot)
+        found = self._bytes(HEADER_BYTES + slot * SIZE, straight * SIZE)
+        if straight < count and len(found) == straight * SIZE:
+            found += self._bytes(HEADER_BYTES, (count - straight) * SIZE)
+        return found[: len(found) // SIZE * SIZE]
+
+    def _head(self, number: int) -> int:
+        """The sequence number that lies where record ``number`` has its place; 0 if it is none."""
+        slot = number & (self.capacity - 1)
+        head = int.from_bytes(self._bytes(HEADER_BYTES + slot * SIZE, 8), sys.byteorder)
+        return head if head & (self.capacity - 1) == slot and head < 1 << 62 else 0
+
+    def _bytes(self, at: int, count: int) -> bytes:
+        try:
+            return os.pread(self.descriptor, count, at)
+        except OSError:
+            return b""
 
 
-def _whole(before: bytes, after: bytes, index: int, sequence: int) -> bool:
-    at = index * SIZE
-    tail = int.from_bytes(before[at + 60 : at + 64], sys.byteorder)
-    head = int.from_bytes(after[at : at + 8], sys.byteorder)
-    return tail == sequence & 0xFFFFFFFF and head == sequence
+def _ends(row: tuple[int, ...], number: int) -> bool:
+    """Whether record ``number`` has both its ends."""
+    return row[0] == number and row[8] == number & 0xFFFFFFFF
 
 
 def open_ring(path: Path) -> Ring | None:
     """Open a ring for reading; None while it is being made, or when it is not a ring of ours."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # Opening a pipe would wait for its writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
+    ring = Ring(path, 0, 0, "", (0, 0), 0, descriptor)
     try:
         info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid() or info.st_size < HEADER_BYTES + SIZE:
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.getuid():
             return None
-        buffer = mmap.mmap(descriptor, info.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
-    except (OSError, ValueError):
+        head = os.pread(descriptor, HEADER.size, 0)
+    except OSError:
         return None
-    finally:
-        os.close(descriptor)
-    magic, size, capacity, pid, thread, mono, wall, role = HEADER.unpack_from(buffer, 0)
-    whole = HEADER_BYTES + capacity * SIZE == info.st_size
-    power_of_two = 0 < capacity <= MAX_CAPACITY and capacity & (capacity - 1) == 0
-    if magic != MAGIC or size != SIZE or not power_of_two or not whole:
-        buffer.close()
+    if len(head) < HEADER.size:
         return None
-    name = role.rstrip(b"\0").decode("utf-8", "replace")
-    return Ring(path, pid, thread, name, (mono, wall), capacity, buffer)
+    magic, size, capacity, ring.pid, ring.thread, mono, wall, role = HEADER.unpack(head)
+    power_of_two = 2 <= capacity <= MAX_CAPACITY and capacity & (capacity - 1) == 0
+    if magic != MAGIC or size != SIZE or not power_of_two or HEADER_BYTES + capacity * SIZE != info.st_size:
+        return None
+    ring.role = role.rstrip(b"\0").decode("utf-8", "ignore")
+    ring.anchor_ns, ring.capacity = (mono, wall), capacity
+    return ring
 
 
 def set_paused(directory: Path, paused: bool) -> int:
     """Write the pause byte of every ring in ``directory``; return how many there are."""
     count = 0
     for path in directory.glob("ring-*"):
+        ring = open_ring(path)
+        if ring is None:
+            continue
+        ring.close()
         try:
-            with open(path, "r+b") as file:
-                if file.read(len(MAGIC)) == MAGIC:
-                    file.seek(PAUSED_AT)
-                    file.write(bytes([paused]))
-                    count += 1
+            descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             continue
+        try:
+            os.pwrite(descriptor, bytes([paused]), PAUSED_AT)
+            count += 1
+        finally:
+            os.close(descriptor)
     return count

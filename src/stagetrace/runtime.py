@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,9 +39,11 @@ class Integration:
 class _State:
     installers: dict[str, Installer] = field(default_factory=dict)
     integrations: dict[str, Integration] = field(default_factory=dict)
-    pending: dict[str, str] = field(default_factory=dict)
+    #: The last word on each hook, for the collector.
+    fates: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] | None = None
     collector: Any = None
+    warned: bool = False
 
 
 _state = _State()
@@ -54,9 +57,11 @@ def wanted() -> bool:
 def activate(integration: Integration) -> None:
     """Install an integration's hooks here, if recording is wanted. Idempotent; never raises; starts nothing."""
     try:
-        if not wanted() or integration.name in _state.installers:
+        if not wanted() or os.environ.get("STAGETRACE") == "0":
             return
-        if os.environ.get("STAGETRACE") == "0":
+        if integration.name in _state.installers:
+            # What was half imported the last time may be whole by now.
+            _state.installers[integration.name].install()
             return
         directory = session.current()
         if recorder.directory != directory:
@@ -69,9 +74,9 @@ def activate(integration: Integration) -> None:
         _state.integrations[integration.name] = integration
         installer.install()
     except session.SessionError as error:
-        log.warning("stagetrace: no recording in pid %d: %s", os.getpid(), error)
+        _warn(str(error))
     except Exception as error:
-        log.warning("stagetrace: not installed in pid %d (%s)", os.getpid(), type(error).__name__)
+        _warn(f"not installed ({type(error).__name__})")
 
 
 def deactivate() -> None:
@@ -88,11 +93,21 @@ def engine_starts() -> None:
     """Called by the hook that sees an engine being built: make the session and its collector if there is none."""
     if recorder.directory is not None:
         return
-    directory = session.create()
-    os.environ[session.ENV] = str(directory)
+    try:
+        directory = session.create()
+    except session.SessionError as error:
+        _warn(str(error))
+        return
     from .collect.spawn import spawn
 
-    _state.collector = spawn(directory, _state.options or {})
+    try:
+        _state.collector = spawn(directory, _state.options or {})
+    except OSError as error:
+        shutil.rmtree(directory, ignore_errors=True)
+        _warn(f"the collector cannot be started: {error.strerror}")
+        return
+    # Children find it here; only now, or they would record what nobody reads.
+    os.environ[session.ENV] = str(directory)
     recorder.attach(directory)
 
 
@@ -109,16 +124,22 @@ def states() -> dict[str, dict[str, str]]:
 
 def _report(target: str, state: str) -> None:
     """Tell the collector of a hook's fate, once this process has something to record at all."""
+    _state.fates[target] = state
     if recorder.recording:
         recorder.text(marks.HOOK, 0, f"{target} {state}")
-    else:
-        _state.pending[target] = state
 
 
 def _greet() -> None:
-    for target, state in _state.pending.items():
+    """Tell it all there is to tell so far; a forked child does that again for itself."""
+    for target, state in list(_state.fates.items()):
         recorder.text(marks.HOOK, 0, f"{target} {state}")
-    _state.pending.clear()
+
+
+def _warn(why: str) -> None:
+    """Say once why this process does not record: engines load their plug-ins several times."""
+    if not _state.warned:
+        _state.warned = True
+        log.warning("stagetrace: no recording in pid %d: %s; serving goes on", os.getpid(), why)
 
 
 def directory() -> Path | None:

@@ -6,23 +6,27 @@ It reaps whatever becomes its child, forwards the signals it is sent, and ends w
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import signal
-import sys
 import time
-from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import session
 from .collect.loop import Collector, Sink
-from .collect.sink import StoreSink
+from .collect.sink import StoreSink, say
 from .store import StoreWriter
 
 FORWARDED = (
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH,
 )  # fmt: skip
+#: What a terminal sends, it sends to its whole foreground group.
+FROM_KEYBOARD = (signal.SIGINT, signal.SIGQUIT, signal.SIGWINCH, signal.SIGHUP)
+#: Python ignores these, which a program it starts would inherit.
+_IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 #: After the server has ended, its children get this long to follow before the collector closes.
 LINGER_S = 3.0
 _SI_KERNEL = 0x80
@@ -43,13 +47,17 @@ class Supervisor:
         """Start, supervise, and return the command's exit code (128 + N if signal N ended it; 127 not found)."""
         watched = {*FORWARDED, signal.SIGCHLD}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+        # Inherited as ignored, the system would reap for us and keep the exit code.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _become_subreaper()
         try:
-            self.child = os.posix_spawnp(self.command[0], self.command, self.environment, setsigmask=before)
-        except OSError as error:
+            self.child = os.posix_spawnp(
+                self.command[0], self.command, self.environment, setsigmask=before, setsigdef=_IGNORED
+            )
+        except (OSError, ValueError) as error:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            say(f"cannot run {self.command[0]}: {error.strerror}")
-            return 127 if isinstance(error, FileNotFoundError) else 126
+            say(f"cannot run {self.command[0]}: {session.reason(error)}")
+            return 126 if isinstance(error, OSError) and error.errno != errno.ENOENT else 127
         pause = 0.02
         while self.code is None:
             self._signal(signal.sigtimedwait(watched, pause))
@@ -62,12 +70,19 @@ class Supervisor:
             return
         if info.si_signo == signal.SIGCHLD:
             self._reap()
-        elif info.si_code != _SI_KERNEL:
-            # What the terminal sends it sends to the whole foreground group; the server has it already.
-            try:
+        elif not self._has_it(info):
+            with suppress(ProcessLookupError):
                 os.kill(self.child, info.si_signo)
-            except ProcessLookupError:
-                self._reap()
+
+    def _has_it(self, info: signal.struct_siginfo) -> bool:
+        """Whether the server was sent this signal, too: by the terminal, unless it left our process group."""
+        if info.si_code != _SI_KERNEL or info.si_signo not in FROM_KEYBOARD:
+            return False
+        if info.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid():
+            return False  # the line went dead: only the session's leader is told
+        with suppress(ProcessLookupError):
+            return os.getpgid(self.child) == os.getpgrp()
+        return True
 
     def _reap(self) -> None:
         """Collect every dead child; signals of the same kind are merged, so one may stand for several."""
@@ -83,16 +98,22 @@ class Supervisor:
                 self.code = code if code >= 0 else 128 - code
 
     def _poll(self, pause: float) -> float:
+        """Read the rings; return how long to wait for a signal before the next time."""
         if self.collector is None:
             return 1.0
-        busy = self.collector.poll()
+        try:
+            busy = self.collector.poll()
+        except Exception as error:  # a fault of ours must not cost the server its parent
+            say(f"recording has ended ({type(error).__name__}: {error}); serving goes on")
+            self.collector = None
+            return 1.0
         return 0.02 if busy else min(pause * 1.5, 0.1)
 
     def _linger(self) -> None:
         """Children of the server may outlive it for a moment and still write."""
         until = time.monotonic() + LINGER_S
         while self.collector and self.collector.writers() and time.monotonic() < until:
-            self.collector.poll()
+            self._poll(0.02)
             self._reap()
             time.sleep(0.02)
 
@@ -101,37 +122,50 @@ def run(command: list[str], store: Path | None, store_max: int) -> int:
     """Run ``command`` under stagetrace; StoreError before it is started if ``store`` cannot be written."""
     sink = StoreSink(StoreWriter(store, store_max), say) if store else None
     environment = dict(os.environ)
-    directory = None
+    with ExitStack() as stack:
+        if sink:
+            stack.callback(_close_store, sink)
+        collector = _session(environment, [sink] if sink else [], stack)
+        supervisor = Supervisor(command, collector, environment)
+        code = supervisor.run()
+        if supervisor.collector:
+            _settle(supervisor.collector)
+    if sink and collector and collector.requests and not sink.writer.failed:
+        say(f"{collector.requests} requests in {sink.writer.path}; look: stagetrace stages {store}")
+    return code
+
+
+def _session(environment: dict[str, str], sinks: list[Sink], stack: ExitStack) -> Collector | None:
+    """Make the session and name it in ``environment``; what is to be undone goes on ``stack``."""
+    # Of another `stagetrace run`, around this one: that one would record us.
+    environment.pop(session.ENV, None)
     try:
         session.remove_stale()
         directory = session.create()
-        environment[session.ENV] = str(directory)
-    except session.SessionError as error:
-        say(f"{error}; serving goes on without recording")
-    sinks: list[Sink] = [sink] if sink else []
-    collector = Collector(directory, sinks) if directory else None
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        stack.callback(os.close, session.own(directory))
+    except (OSError, session.SessionError) as error:
+        say(f"{session.reason(error)}; serving goes on without recording")
+        return None
+    environment[session.ENV] = str(directory)
+    return Collector(directory, sinks)
+
+
+def _settle(collector: Collector) -> None:
     try:
-        code = Supervisor(command, collector, environment).run()
-        if collector:
-            collector.close()
-        return code
-    finally:
-        if sink:
-            sink.close()
-            if collector and collector.requests:
-                say(f"{collector.requests} requests in {sink.writer.path}; look: stagetrace stages {store}")
-        if directory:
-            shutil.rmtree(directory, ignore_errors=True)
+        collector.close()
+    except Exception as error:
+        say(f"the last requests were not recorded ({type(error).__name__}: {error})")
 
 
-def _become_subreaper(prctl: Callable[..., int] | None = None) -> None:
+def _close_store(sink: StoreSink) -> None:
+    try:
+        sink.close()
+    except Exception as error:
+        say(f"store {sink.writer.path}: not closed properly ({type(error).__name__})")
+
+
+def _become_subreaper() -> None:
     """Let orphaned grandchildren become ours, so that nobody is left a zombie. Linux only; otherwise no harm."""
-    try:
-        (prctl or ctypes.CDLL(None, use_errno=True).prctl)(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    except (OSError, AttributeError):
-        pass
-
-
-def say(line: str) -> None:
-    """One line on stderr, named as ours."""
-    print(f"stagetrace: {line}", file=sys.stderr, flush=True)
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

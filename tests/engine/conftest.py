@@ -21,6 +21,8 @@ from tests.engine.serving import ClientResult, Server, free_port, get, run_many
 
 PROBE = Path(__file__).parent / "probe"
 NAME = "stagetrace-demo"
+#: Lengths in tokens of the prompts that the offline runs answer with 12 tokens each.
+OFFLINE_PROMPTS = (40, 300)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -153,6 +155,7 @@ class Untraced:
     """What a server without stagetrace answered, and what its processes look like inside."""
 
     serial: list[str]
+    offline: list[str]
     loaded: list[list[str]]
     inside: dict[str, dict[str, Any]]
 
@@ -186,7 +189,9 @@ def untraced(starter: Starter) -> Untraced:
     live = next(serve)
     try:
         serial = [r.text for r in run_many(live.port, serial_bodies(live), 1)]
+        offline = [r.text for r in run_many(live.port, [live.body(n, 12, seed=5) for n in OFFLINE_PROMPTS], 1)]
+        get(live.port, "/metrics")  # the traced servers' tests ask for it, and it starts a thread
         loaded = [[r.text for r in run_many(live.port, mixed_bodies(live), 16)] for _ in range(2)]
-        return Untraced(serial, loaded, live.look_inside())
+        return Untraced(serial, offline, loaded, live.look_inside())
     finally:
         serve.close()

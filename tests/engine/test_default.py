@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from statistics import median
@@ -13,6 +16,7 @@ from statistics import median
 import pytest
 
 from stagetrace import load
+from stagetrace import session as sessions
 from tests.engine.conftest import Live, Starter, Untraced, mixed_bodies, serial_bodies
 from tests.engine.serving import ClientResult, get, run_many, send
 from tests.invariants import violations
@@ -76,8 +80,9 @@ def test_coverage(live: Live, mixed: list[ClientResult]) -> None:
     records = live.records(mixed)
     long = [r.coverage for r in records if r.e2e_ms >= 500]
     short = [r.unattributed_ms for r in records if r.e2e_ms < 500]
-    assert not long or median(long) >= 0.97
-    assert not short or median(short) <= 5.0
+    assert long and median(long) >= 0.97
+    # `make bench` holds this to 5 ms; a test must pass on a machine that is busy with other things, too.
+    assert short and median(short) <= 20.0
 
 
 def test_times_are_a_clients_own_at_concurrency_1(live: Live, alone: list[ClientResult]) -> None:
@@ -209,6 +214,9 @@ def test_pause_and_resume(live: Live) -> None:
 
 def test_nothing_of_ours_shows_inside_but_the_hooks(live: Live, untraced: Untraced) -> None:
     inside = live.look_inside()
+    # Helper processes of the engine load the plug-in too (a model-registry probe does); only these three record.
+    (session,) = [s for s in sessions.live() if any(s.glob("ring-*"))]
+    assert len({ring.name.split("-")[1] for ring in session.glob("ring-*")}) == 3
     assert sorted(inside) == sorted(untraced.inside) == ["API", "EngineCore", "Worker"]
     for role, seen in inside.items():
         before = untraced.inside[role]
@@ -221,10 +229,6 @@ def test_nothing_of_ours_shows_inside_but_the_hooks(live: Live, untraced: Untrac
 
 def test_a_killed_engine_leaves_its_requests_as_errors(live: Live) -> None:
     """Last, since it ends the server: eight requests stream, then the engine's process is gone."""
-    import os
-    import signal
-    import threading
-
     count = len(load(live.store).requests)
     bodies = [live.body(50, 1500, seed=80 + i) for i in range(8)]
     clients = threading.Thread(target=lambda: run_many(live.port, bodies, 8))

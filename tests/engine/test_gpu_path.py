@@ -17,7 +17,7 @@ import pytest
 from stagetrace import load
 from stagetrace.model import RequestRecord
 from tests.engine.configurations import CONFIGURATIONS
-from tests.engine.conftest import Live, Starter, Untraced, serial_bodies
+from tests.engine.conftest import OFFLINE_PROMPTS, Live, Starter, Untraced, serial_bodies
 from tests.engine.serving import run_many, send
 from tests.invariants import violations
 
@@ -75,10 +75,10 @@ print("ANSWERS", json.dumps([o.outputs[0].text for o in one]))
 
 
 @pytest.mark.parametrize("name", ["v2_async_inproc", "v2_async_uni_fork"])
-def test_offline(name: str, starter: Starter, model: Path, tmp_path: Path) -> None:
+def test_offline(name: str, starter: Starter, untraced: Untraced, model: Path, tmp_path: Path) -> None:
     """``LLM.chat`` in one process, or with a forked engine: a root per prompt, no HTTP stage."""
     configuration = CONFIGURATIONS[name]
-    prompts = [starter.prompt(tokens, 5) for tokens in (40, 300)]
+    prompts = [starter.prompt(tokens, 5) for tokens in OFFLINE_PROMPTS]
     script = tmp_path / "offline.py"
     script.write_text(OFFLINE)
     store = tmp_path / "store.db"
@@ -88,6 +88,8 @@ def test_offline(name: str, starter: Starter, model: Path, tmp_path: Path) -> No
         [*command, str(model), json.dumps(prompts)], env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    answers = next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS "))
+    assert json.loads(answers.removeprefix("ANSWERS ")) == untraced.offline
     records = load(store).requests
     assert len({r.span_id for r in records}) == len(prompts)
     for record in records:

@@ -7,15 +7,17 @@ from collections.abc import Callable
 from .. import marks
 from ..marks import Mark, TextMark
 from ..model import RequestRecord, StepRecord
-from .book import Book, Root
+from .book import Book, Root, Sequence
+from .case import CUT_SHORT, Case
 from .periods import Periods
 from .record import record
-from .stopwatch import Case
 
 #: A call that has returned waits this long for the engine's last marks (a stop string frees the request later).
 GRACE_NS = 1_500_000_000
 #: Marks of different processes are read one after the other: let every ring be read once more.
 SETTLE_NS = 150_000_000
+#: A call that nothing has been heard of for this long, though the engine is not working for it, has lost its end.
+LOST_NS = 600_000_000_000
 #: Steps and output batches are kept this long even when no call refers to them yet.
 KEEP_NS = 30_000_000_000
 
@@ -35,8 +37,8 @@ class Assembler:
         self.book.take(mark, pid)
 
     def steps(self) -> list[StepRecord]:
-        """Steps whose update has come in since the last call."""
-        fresh = [self.book.steps[n] for n in self.book.fresh_steps if n in self.book.steps]
+        """Steps that are complete, or have become more complete, since the last call."""
+        fresh = [self.book.steps[n] for n in dict.fromkeys(self.book.fresh_steps) if n in self.book.steps]
         self.book.fresh_steps.clear()
         for step in fresh:
             self.periods.note(step)
@@ -46,7 +48,7 @@ class Assembler:
         """Records of every call that is complete (all of them when ``closing``), which are then forgotten."""
         done: list[RequestRecord] = []
         for root in list(self.book.roots.values()):
-            gone = not self._alive(root.pid)
+            gone = not self._alive(root.pid) or self._lost(root, now)
             if closing or self._settled(root, now, gone):
                 done += self.records(root, dead=gone or closing)
                 self.book.forget(root)
@@ -64,42 +66,52 @@ class Assembler:
 
     def records(self, root: Root, dead: bool) -> list[RequestRecord]:
         """One record per sequence of ``root``; one for the call itself if it never became a sequence."""
-        known = [self.book.sequences.get(number) for number in root.sequences]
-        cases = [Case.of(self.book, self.periods, root, s) for s in known if s is not None]
+        cases = [Case.of(self.book, self.periods, root, sequence) for sequence in root.sequences or (None,)]
         anchor = self.anchors.get(root.pid, (0, 0))
-        return [
-            record(case, anchor, dead, self._alive)
-            for case in cases or [Case.of(self.book, self.periods, root, None)]
-        ]
+        return [record(case, anchor, dead, self._alive) for case in cases]
 
     def _settled(self, root: Root, now: int, gone: bool) -> bool:
         if root.direct and root.end is None:
-            self._end_direct(root)
+            self._end_direct(root, now)
+            gone = gone or (root.end is None and any(self._engine_died(s) for s in root.sequences))
         if root.end is None and not gone:
             return False
         if root.settled is None:
             late = root.end is not None and now - root.end.t > GRACE_NS
-            if gone or late or all(self._ended(number) for number in root.sequences):
+            if gone or late or all(s.free is not None or self._engine_died(s) for s in root.sequences):
                 root.settled = now
             return False
         return now - root.settled > SETTLE_NS
 
-    def _ended(self, number: int) -> bool:
-        sequence = self.book.sequences.get(number)
-        if sequence is None or sequence.free is not None:
-            return True
-        return sequence.engine_pid is not None and not self._alive(sequence.engine_pid)
+    def _engine_died(self, sequence: Sequence) -> bool:
+        return sequence.free is None and sequence.engine_pid is not None and not self._alive(sequence.engine_pid)
 
-    def _end_direct(self, root: Root) -> None:
+    def _lost(self, root: Root, now: int) -> bool:
+        """Whether its last marks were overwritten before they could be read: else it would be kept for ever."""
+        if root.end is not None or any(_in_engine(s) for s in root.sequences):
+            return False
+        return now - max(root.heard, *(s.heard for s in root.sequences), 0) > LOST_NS
+
+    def _end_direct(self, root: Root, now: int) -> None:
         """The caller's own code holds the request: it ends when the front end has processed its last output."""
         last = 0
-        for number in root.sequences:
-            sequence = self.book.sequences.get(number)
-            if sequence is None or sequence.free is None:
+        for sequence in root.sequences:
+            free, batches = sequence.free, self.book.outputs.get(root.pid)
+            if free is None:
                 return
-            ended = sequence.free.t
-            batches = self.book.outputs.get(root.pid)
-            processed = batches.after(ended) if batches and not sequence.aborted else None
-            last = max(last, sequence.stopped or processed or ended)
+            ended: int | None = free.t
+            if sequence.stopped is not None:
+                ended = sequence.stopped
+            elif free.a not in CUT_SHORT:
+                ended = batches.after(free.t) if batches else None
+                if ended is None and now - free.t < GRACE_NS:
+                    return  # that mark may not be read yet
+            last = max(last, ended or free.t)
         if last:
             root.end = Mark(last, marks.END, root.number, 0, 0, 0, 0)
+
+
+def _in_engine(sequence: Sequence) -> bool:
+    """Whether the engine works for it, or it waits there: then it may well be silent."""
+    left = sequence.joins and sequence.leaves and sequence.leaves[-1] > sequence.joins[-1][0]
+    return sequence.enqueued is not None and sequence.free is None and not left

@@ -11,6 +11,7 @@ from ..marks import Mark, TextMark
 from ..model import StepRecord
 
 Span = tuple[int, int]
+END_MARKER = len("data: [DONE]\n\n")
 
 
 @dataclass
@@ -31,12 +32,16 @@ class Root:
     tokenize: Mark | None = None
     tokenize_run: int | None = None
     tokenized: Mark | None = None
-    sequences: list[int] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
     status: Mark | None = None
     first_text: int | None = None
     sent: list[int] = field(default_factory=list)
+    #: Those of them that can carry text: not empty, and more than the end marker of a stream.
+    bodies: list[int] = field(default_factory=list)
     disconnect: int | None = None
     end: Mark | None = None
+    #: Time of its latest mark.
+    heard: int = 0
     #: Collector's clock when nothing more was expected of it.
     settled: int | None = None
 
@@ -46,10 +51,11 @@ class Sequence:
     """One engine request. ``joins`` are (step, tokens, computed before, new blocks); ``leaves`` are steps."""
 
     number: int
+    #: Time of the latest mark of its own; steps it merely goes on in write none.
+    heard: int = 0
     root: int | None = None
     engine_pid: int | None = None
     added: Mark | None = None
-    index: int = 0
     internal_id: str | None = None
     sampling: Mark | None = None
     arrived: int | None = None
@@ -100,21 +106,27 @@ class Book:
 
     def __init__(self) -> None:
         self.roots: dict[int, Root] = {}
-        self.sequences: dict[int, Sequence] = {}
+        #: By number; several of one number when an id was used again.
+        self.sequences: dict[int, list[Sequence]] = {}
         self.steps: dict[int, StepRecord] = {}
+        #: The newest step of each engine.
+        self.last_step: dict[int, int] = {}
         self.outputs: dict[int, Outputs] = {}
         self.settings: dict[str, str] = {}
         self.hooks: dict[int, dict[str, str]] = {}
         self.fresh_steps: list[int] = []
-        self._worker: dict[int, list[Mark]] = {}
+        #: Marks of roots and steps that are not known yet: another ring was read first.
+        self._early: dict[int, list[Mark]] = {}
+        self._evicted: dict[int, int] = {}
         self._take: dict[int, Callable[[Mark, int], None]] = {
             marks.ROOT: self._root,
             marks.ADD: self._add,
+            marks.ENQUEUE: self._enqueue,
             marks.OUTPUTS: lambda m, pid: self.outputs.setdefault(pid, Outputs()).add(m),
             marks.STEP: self._step,
             marks.UPDATE: self._update,
             **dict.fromkeys(_ROOT_FIELDS, self._on_root),
-            **dict.fromkeys(_SEQUENCE_FIELDS, self._on_sequence),
+            **dict.fromkeys((*_SEQUENCE_FIELDS, *_SEQUENCE_LISTS), self._on_sequence),
             **dict.fromkeys(_STEP_FIELDS, self._on_step),
         }
 
@@ -127,30 +139,44 @@ class Book:
         if handler is not None:
             handler(mark, pid)
 
-    def sequence(self, number: int) -> Sequence:
-        """The sequence of that number; a new one if its id was used before and has ended."""
-        known = self.sequences.get(number)
-        if known is None:
-            known = self.sequences[number] = Sequence(number)
-        return known
-
     def forget(self, root: Root) -> None:
         """Drop a root that has been written out, and its sequences."""
         self.roots.pop(root.number, None)
-        for number in root.sequences:
-            known = self.sequences.get(number)
-            if known is not None and known.root == root.number:
-                del self.sequences[number]
+        for sequence in root.sequences:
+            self._drop(sequence)
 
     def forget_before(self, time: int) -> None:
-        """Drop steps and batches that no live request can refer to any more."""
-        old = [n for n, s in self.steps.items() if s.schedule_ns[1] < time]
-        for number in old:
+        """Drop steps and batches that no live request can refer to any more, and marks nobody claimed."""
+        for number in [n for n, s in self.steps.items() if s.schedule_ns[1] < time]:
             del self.steps[number]
         for outputs in self.outputs.values():
             outputs.forget(time)
-        for number in [n for n, ms in self._worker.items() if ms[0].t < time]:
-            del self._worker[number]
+        for number in [n for n, ms in self._early.items() if ms[0].t < time]:
+            del self._early[number]
+        for sequence in [s for uses in self.sequences.values() for s in uses if s.root is None and s.heard < time]:
+            self._drop(sequence)
+
+    def _drop(self, sequence: Sequence) -> None:
+        uses = [s for s in self.sequences.get(sequence.number, ()) if s is not sequence]
+        if uses:
+            self.sequences[sequence.number] = uses
+        else:
+            self.sequences.pop(sequence.number, None)
+
+    def _new(self, number: int) -> Sequence:
+        fresh = Sequence(number)
+        self.sequences.setdefault(number, []).append(fresh)
+        return fresh
+
+    def _of_front_end(self, number: int) -> Sequence:
+        """Whom a front-end mark is about: the last one it has handed over."""
+        uses = self.sequences.get(number) or [self._new(number)]
+        return next((s for s in reversed(uses) if s.added is not None), uses[-1])
+
+    def _of_engine(self, number: int) -> Sequence:
+        """Whom an engine mark is about: the last one it has put into its queue."""
+        uses = self.sequences.get(number) or [self._new(number)]
+        return next((s for s in reversed(uses) if s.enqueued is not None), uses[-1])
 
     def _text(self, mark: TextMark, pid: int) -> None:
         if mark.field == marks.ENGINE:
@@ -160,38 +186,59 @@ class Book:
             target, _, state = mark.text.partition(" ")
             self.hooks.setdefault(pid, {})[target] = state
         elif mark.field == marks.INTERNAL_ID:
-            self.sequence(mark.key).internal_id = mark.text
+            self._of_front_end(mark.key).internal_id = mark.text
         elif mark.key in self.roots:
             self.roots[mark.key].texts[mark.field] = mark.text
 
     def _root(self, mark: Mark, pid: int) -> None:
         trace = f"{marks.unsigned(mark.a):016x}{marks.unsigned(mark.b):016x}"
-        self.roots[mark.key] = Root(mark.key, pid, mark.t, trace, mark.c, mark.d != marks.HTTP, mark.d == marks.DIRECT)
+        root = Root(mark.key, pid, mark.t, trace, mark.c, mark.d != marks.HTTP, mark.d == marks.DIRECT, heard=mark.t)
+        self.roots[mark.key] = root
+        for early in self._early.pop(mark.key, ()):
+            self._on_root(early, pid)
 
     def _on_root(self, mark: Mark, _pid: int) -> None:
         root = self.roots.get(mark.key)
-        if root is None:
+        if root is None:  # a tokenizer thread's ring was read before the main thread's
+            self._early.setdefault(mark.key, []).append(mark)
             return
+        root.heard = mark.t
         name, value = _ROOT_FIELDS[mark.kind]
         if name == "sent":
             root.sent.append(mark.t)
+            if mark.a > END_MARKER:
+                root.bodies.append(mark.t)
         else:
             setattr(root, name, mark if value is Mark else mark.t)
 
     def _add(self, mark: Mark, _pid: int) -> None:
         number = marks.unsigned(mark.a)
-        sequence = self.sequence(number)
-        if sequence.added is not None:  # an id that is used again: the earlier one is over
-            sequence = self.sequences[number] = Sequence(number)
-        sequence.root, sequence.added, sequence.index = mark.key, mark, mark.d
-        if mark.key in self.roots:
-            self.roots[mark.key].sequences.append(number)
+        # The engine may have been read first; then its marks wait here for who they are about.
+        early = (s for s in self.sequences.get(number, ()) if s.added is None)
+        sequence = next((s for s in early if s.enqueued is None or s.enqueued.t >= mark.t), None) or self._new(number)
+        sequence.added, sequence.heard = mark, mark.t
+        root = self.roots.get(mark.key)
+        if root is not None:
+            sequence.root = root.number
+            root.sequences.append(sequence)
+
+    def _enqueue(self, mark: Mark, pid: int) -> None:
+        # An id is used again only after its answer: whoever was handed over last before this is meant.
+        uses = self.sequences.get(mark.key, ())
+        handed = next((s for s in reversed(uses) if s.added is not None and s.added.t <= mark.t), None)
+        sequence = handed or next((s for s in uses if s.added is None), None)
+        if sequence is None or sequence.enqueued is not None:
+            sequence = self._new(mark.key)
+        sequence.enqueued, sequence.engine_pid, sequence.heard = mark, pid, mark.t
 
     def _on_sequence(self, mark: Mark, pid: int) -> None:
-        sequence = self.sequence(mark.key)
         kind = mark.kind
         if kind in _ENGINE_KINDS:
+            sequence = self._of_engine(mark.key)
             sequence.engine_pid = pid
+        else:
+            sequence = self._of_front_end(mark.key)
+        sequence.heard = mark.t
         if kind == marks.JOIN:
             sequence.joins.append((mark.a, mark.b, mark.c, mark.d & 0xFFFFFFFF))
             if mark.d >> 32 and mark.a in self.steps:
@@ -202,18 +249,19 @@ class Book:
             sequence.tokens[mark.a] = mark.b
         elif kind == marks.LOOKUP:
             # Only those of the first admission bound stage 4; there are many when a request is stuck.
-            if sequence.blocks is None:
+            if sequence.blocks is None and not sequence.joins:
                 sequence.lookups.append(mark.t)
         elif kind == marks.BLOCKS:
-            if sequence.blocks is None and sequence.lookups:
+            if sequence.blocks is None and sequence.lookups and not sequence.joins:
                 sequence.blocks = mark.t
         elif kind == marks.PREEMPT:
             sequence.preempted.append(mark.t)
+            self._evicted[pid] = self._evicted.get(pid, 0) + 1
         else:
             name, value = _SEQUENCE_FIELDS[kind]
             setattr(sequence, name, mark if value is Mark else mark.t)
 
-    def _step(self, mark: Mark, _pid: int) -> None:
+    def _step(self, mark: Mark, pid: int) -> None:
         step = StepRecord(
             step=mark.key,
             engine=mark.key >> 32,
@@ -224,10 +272,12 @@ class Book:
             running=mark.c & 0xFFFFFFFF,
             waiting=mark.c >> 32,
             kv_usage=mark.d / 1e6,
+            preempted=self._evicted.pop(pid, 0),
         )
         self.steps[mark.key] = step
-        for early in self._worker.pop(mark.key, ()):
-            self._on_step(early, 0)
+        self.last_step[step.engine] = mark.key
+        for early in self._early.pop(mark.key, ()):
+            self._on_step(early, pid)
 
     def _update(self, mark: Mark, _pid: int) -> None:
         step = self.steps.get(mark.key)
@@ -238,11 +288,13 @@ class Book:
     def _on_step(self, mark: Mark, _pid: int) -> None:
         step = self.steps.get(mark.key)
         if step is None:  # the worker's ring was read before the engine's
-            self._worker.setdefault(mark.key, []).append(mark)
+            self._early.setdefault(mark.key, []).append(mark)
             return
         setattr(step, _STEP_FIELDS[mark.kind], (mark.a, mark.b))
         if mark.c:
             step.device_async = True
+        if step.update_ns is not None:  # the engine's ring was read first: what was made of the step is to be renewed
+            self.fresh_steps.append(mark.key)
 
 
 _ROOT_FIELDS: dict[int, tuple[str, type]] = {
@@ -262,15 +314,9 @@ _SEQUENCE_FIELDS: dict[int, tuple[str, type]] = {
     marks.STOPPED: ("stopped", int),
     marks.ABORTED: ("aborted", int),
     marks.ARRIVE: ("arrived", int),
-    marks.ENQUEUE: ("enqueued", Mark),
     marks.FREE: ("free", Mark),
-    marks.LOOKUP: ("lookups", int),
-    marks.BLOCKS: ("blocks", int),
-    marks.JOIN: ("joins", int),
-    marks.LEAVE: ("leaves", int),
-    marks.TOKENS: ("tokens", int),
-    marks.PREEMPT: ("preempted", int),
 }
+_SEQUENCE_LISTS = (marks.LOOKUP, marks.BLOCKS, marks.JOIN, marks.LEAVE, marks.TOKENS, marks.PREEMPT)
 _STEP_FIELDS: dict[int, str] = {
     marks.EXECUTE: "execute_ns",
     marks.FORWARD: "forward_ns",
@@ -279,4 +325,4 @@ _STEP_FIELDS: dict[int, str] = {
     marks.SAMPLE: "sample_ns",
     marks.EMBEDDING: "embedding_ns",
 }
-_ENGINE_KINDS = frozenset(kind for kind in _SEQUENCE_FIELDS if kind >= marks.ARRIVE)
+_ENGINE_KINDS = frozenset(kind for kind in (*_SEQUENCE_FIELDS, *_SEQUENCE_LISTS) if kind >= marks.ARRIVE)

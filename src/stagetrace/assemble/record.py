@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from .. import marks
 from ..model import RequestRecord, StageRecord
 from ..propagation import parse
-from ..stats import percentile
-from .book import Root, Sequence
-from .stopwatch import Case, finished, stages
-from .tokens import itl_ms, token_times
+from ..stats import inter_token, spread
+from .book import Root
+from .case import Case
+from .ending import Alive, extent_ms, settle, status_of
+from .stopwatch import stages
+from .tokens import deliveries, lag_growth_ms
 
-Alive = Callable[[int], bool]
-#: Gaps before the first token do not include these.
-_LATE = ("to_decode", "to_teardown", "end")
 _GAP_NAMES = {
     "chat_template": "handler", "tokenize": "handler", "admission": "engine_input", "kv_allocate": "lookup",
     "prefill": "dispatch", "lm_head": "to_head", "sample": "to_sampler", "detokenize": "result",
@@ -30,9 +29,10 @@ def record(case: Case, anchor: tuple[int, int], dead: bool, alive: Alive) -> Req
     """
     root, sequence = case.root, case.sequence
     rows = stages(case)
-    times = token_times(case)
-    end = finished(root)
-    status, reason = _status(case, dead, alive)
+    status, reason = status_of(case, dead, alive)
+    active = settle(case, rows, status)
+    tokens = deliveries(case)
+    times = [_ms(root, time) for _, time in tokens]
     parent, trace = _parent(root)
     made = RequestRecord(
         request_id=root.texts.get(marks.EXTERNAL_ID, ""),
@@ -42,44 +42,53 @@ def record(case: Case, anchor: tuple[int, int], dead: bool, alive: Alive) -> Req
         model=case.book.settings.get("model"),
         status=status,
         finish_reason=reason,
-        active_stage=_active(rows) if status != "ok" else None,
-        prompt_tokens=_prompt(root, sequence),
+        active_stage=active,
+        prompt_tokens=_prompt(case),
         cached_tokens=case.chunks[0].computed if case.chunks else None,
-        output_tokens=_generated(case),
+        output_tokens=case.generated,
         start_unix_ns=anchor[1] + root.started - anchor[0],
-        e2e_ms=(end - root.started) / 1e6 if end is not None else None,
-        ttft_ms=(case.first_text - root.started) / 1e6 if case.first_text is not None else None,
+        e2e_ms=_ms(root, case.end) if case.end is not None else None,
+        ttft_ms=_ms(root, case.first_text) if case.first_text is not None else None,
         ttft_kind=case.ttft_kind,
-        queue_ms=next(row.duration_ms for row in rows if row.key == "admission"),
-        prefill_ms=_prefill_ms(case),
-        itl_ms=_quantiles(itl_ms(times)),
+        queue_ms=rows[3].duration_ms,
+        prefill_ms=_prefill_ms(rows),
+        itl_ms=spread(inter_token(times)),
         coverage=None,
         coverage_ttft=None,
         unattributed_ms=None,
         preemptions=len(sequence.preempted) if sequence else 0,
-        sequence=sequence.index if sequence else 0,
+        # Not the index the engine gives: a call with several prompts has one of each for every prompt.
+        sequence=next((i for i, s in enumerate(root.sequences) if s is sequence), 0),
         stages=rows,
         span_id=f"{root.number:016x}",
         parent_span_id=parent,
         internal_id=sequence.internal_id if sequence else None,
-        token_times_ms=[(t - root.started) / 1e6 for t in times],
+        token_times_ms=times,
     )
     made.stage("teardown").attributes["finish_reason"] = reason
+    decode = made.stage("decode")
+    if decode.state == "measured":
+        lag = lag_growth_ms(tokens) if case.ttft_kind == "streamed" else None
+        decode.attributes |= {"itl_ms": dict(made.itl_ms), "emit_lag_ms": lag}
     _attribute(made)
     return made
+
+
+def _ms(root: Root, time: int) -> float:
+    return (time - root.started) / 1e6
 
 
 def _attribute(made: RequestRecord) -> None:
     """Coverage, and the unattributed remainder by gap."""
     if not made.e2e_ms:
         return
-    split = made.stage("decode").attributes.get("split_ms") or {}
+    decode = made.stage("decode")
+    other = (decode.attributes.get("split_ms") or {}).get("other", 0.0) if decode.state == "measured" else 0.0
     made.gaps_ms = dict(_gaps(made.stages, made.e2e_ms))
     made.unattributed_ms = sum(made.gaps_ms.values())
-    made.coverage = 1 - (made.unattributed_ms + split.get("other", 0.0)) / made.e2e_ms
+    made.coverage = 1 - (made.unattributed_ms + other) / made.e2e_ms
     if made.ttft_ms:
-        early = sum(gap for name, gap in made.gaps_ms.items() if name not in _LATE)
-        made.coverage_ttft = 1 - early / made.ttft_ms
+        made.coverage_ttft = sum(row.duration_ms or 0.0 for row in made.stages[:10]) / made.ttft_ms
 
 
 def _gaps(rows: list[StageRecord], e2e: float) -> Iterator[tuple[str, float]]:
@@ -94,62 +103,24 @@ def _gaps(rows: list[StageRecord], e2e: float) -> Iterator[tuple[str, float]]:
         reached = row.start_ms + row.duration_ms
         if row.key == "prefill":
             # Its duration leaves out the embedding, which is stage 6, and the gaps between chunks, which are nobody's.
-            inside = next((r.duration_ms or 0.0 for r in rows if r.key == "embedding"), 0.0)
-            found["between_chunks"] = row.attributes["gaps_ms"]
-            reached += row.attributes["gaps_ms"] + inside
+            found["between_chunks"] = row.attributes.get("gaps_ms") or 0.0
+            reached = row.start_ms + extent_ms(row, rows)
     found["end"] = e2e - reached
     yield from ((name, gap) for name, gap in found.items() if abs(gap) > 1e-6)
 
 
-def _status(case: Case, dead: bool, alive: Alive) -> tuple[str, str | None]:
-    """(status, finish reason)."""
-    root, sequence = case.root, case.sequence
-    free = sequence.free if sequence else None
-    reason = marks.FINISH.get(free.a) if free else None
-    if sequence and sequence.stopped:
-        reason = "stop"
-    if (root.status is not None and root.status.a >= 400) or reason == "error":
-        return "error", reason
-    if root.disconnect is not None or reason == "abort":
-        return "aborted", reason or "abort"
-    if reason is not None:
-        return "ok" if root.end is not None and not root.end.a else "error" if dead else "in_flight", reason
-    lost = sequence is not None and sequence.engine_pid is not None and not alive(sequence.engine_pid)
-    return "error" if root.end is not None or dead or lost else "in_flight", reason
+def _prompt(case: Case) -> int | None:
+    if case.sequence is not None and case.sequence.added is not None:
+        return case.sequence.added.b
+    return case.root.tokenized.a if case.root.tokenized else None
 
 
-def _active(rows: list[StageRecord]) -> str:
-    """The stage a request is in, or was in when it failed: the one after the last that was completed."""
-    done = max((row.number for row in rows if row.duration_ms is not None), default=0)
-    return next((row.key for row in rows if row.number > done and row.state == "not_reached"), rows[done - 1].key)
-
-
-def _generated(case: Case) -> int | None:
-    """Tokens the client got: the engine's count, unless a stop string cut it short."""
-    sequence = case.sequence
-    if sequence is None:
+def _prefill_ms(rows: list[StageRecord]) -> float | None:
+    """Start of the first chunk's forward to the end of the last one's; None for a prefill that was cut short."""
+    prefill = next(row for row in rows if row.key == "prefill")
+    if prefill.duration_ms is None or prefill.attributes.get("interrupted"):
         return None
-    if sequence.free is not None and sequence.stopped is None:
-        return sequence.free.b
-    return sum(turn.generated for turn in case.turns)
-
-
-def _prompt(root: Root, sequence: Sequence | None) -> int | None:
-    if sequence is not None and sequence.added is not None:
-        return sequence.added.b
-    return root.tokenized.a if root.tokenized else None
-
-
-def _prefill_ms(case: Case) -> float | None:
-    """Start of the first chunk's forward to the end of the last one's."""
-    spans = [turn.step.forward_ns for turn in case.chunks]
-    if case.first is None or not spans or spans[0] is None or spans[-1] is None:
-        return None
-    return (spans[-1][1] - spans[0][0]) / 1e6
-
-
-def _quantiles(values: list[float]) -> dict[str, float | None]:
-    return {name: percentile(values, q) for name, q in {"p50": 50, "p95": 95, "p99": 99, "max": 100}.items()}
+    return extent_ms(prefill, rows)
 
 
 def _parent(root: Root) -> tuple[str | None, str]:

@@ -5,54 +5,59 @@ from __future__ import annotations
 from bisect import bisect_left
 from statistics import fmean
 
-from .stopwatch import Case
+from ..marks import OPERATIONS
+from .case import Case
+
+Delivery = tuple[int, int]
 
 
-def token_times(case: Case) -> list[int]:
-    """One time per generated token, monotonic ns: its send where it was streamed, else the engine's update."""
-    updates = [
-        turn.step.update_ns[1] for turn in case.turns if turn.step.update_ns for _ in range(turn.generated)
-    ]  # fmt: skip
-    if not updates or case.ttft_kind != "streamed" or case.root.first_text is None:
-        return updates
-    return _one_each(updates, case.root.sent, case.root.first_text) or _first_after(updates, case.root.sent)
+def deliveries(case: Case) -> list[Delivery]:
+    """(update, arrival) of each generated token, monotonic ns.
+
+    It arrives when it is sent, where it was streamed; else, or if it never was sent, when the engine has booked it.
+    """
+    made = [turn for turn in case.turns if turn.generated and turn.step.update_ns]
+    updates = [turn.step.update_ns[1] for turn in made if turn.step.update_ns]
+    arrivals = updates
+    if case.ttft_kind == "streamed":
+        processed = [case.processed(turn.step) or turn.step.update_ns or (0, 0) for turn in made]
+        arrivals = sent([span[1] for span in processed], _chunks(case))
+    return [
+        (update, arrival)
+        for turn, update, arrival in zip(made, updates, arrivals, strict=True)
+        for _ in range(turn.generated)
+    ]
 
 
-def _one_each(updates: list[int], sent: list[int], first_text: int) -> list[int] | None:
-    """Each token in a chunk of its own, counted from the chunk that carried the first text; None if not so."""
-    anchor_chunk = bisect_left(sent, first_text)
-    anchor_token = max(bisect_left(updates, first_text) - 1, 0)
-    low = anchor_chunk - anchor_token
-    if low < 0 or low + len(updates) > len(sent):
-        return None
-    times = sent[low : low + len(updates)]
-    return times if all(s >= u for s, u in zip(times, updates, strict=True)) else None
+def _chunks(case: Case) -> list[int]:
+    """When each chunk that may carry text was sent. A chat's first one names the role only."""
+    chunks, first = list(case.root.bodies), case.first_text or 0
+    if OPERATIONS.get(case.root.operation) == "chat" and chunks and chunks[0] < first:
+        del chunks[0]
+    at = bisect_left(chunks, first)
+    if at < len(chunks):
+        chunks[at] = first  # the same send, noted twice: TTFT and the first token are to agree
+    return chunks
 
 
-def _first_after(updates: list[int], sent: list[int]) -> list[int]:
-    """Tokens merged into chunks: each goes with the first chunk sent after its update."""
-    times = []
-    for update in updates:
-        at = bisect_left(sent, update)
-        times.append(sent[at] if at < len(sent) else update)
-    return times
+def sent(processed: list[int], chunks: list[int]) -> list[int]:
+    """When the outputs that the front end had ``processed`` at these times were sent.
+
+    In a chunk each, if there are as many chunks, or one more with the usage. Otherwise some went out together, for
+    which there is no mark: each with the first chunk after it was processed.
+    """
+    if 0 <= len(chunks) - len(processed) <= 1 and all(c >= p for p, c in zip(processed, chunks, strict=False)):
+        return chunks[: len(processed)]
+    at = [bisect_left(chunks, time) for time in processed]
+    last = chunks[-1] if chunks else 0
+    return [
+        chunks[index] if index < len(chunks) else max(time, last) for index, time in zip(at, processed, strict=True)
+    ]
 
 
-def itl_ms(times: list[int]) -> list[float]:
-    """Inter-token latencies in ms. Tokens of one speculative step share its time."""
-    gaps: list[float] = []
-    pending = 0
-    for before, after in zip(times, times[1:], strict=False):
-        pending += 1
-        if after > before:
-            gaps += [(after - before) / 1e6 / pending] * pending
-            pending = 0
-    return gaps + [0.0] * pending
-
-
-def lag_growth_ms(updates: list[int], times: list[int]) -> float | None:
+def lag_growth_ms(tokens: list[Delivery]) -> float | None:
     """How much further behind the engine the stream was at its end than at its start."""
-    lags = [t - u for u, t in zip(updates, times, strict=True)]
+    lags = [arrival - update for update, arrival in tokens]
     if len(lags) < 4:
         return None
     edge = max(len(lags) // 8, 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import session
 from ..store import StoreError, StoreWriter
 from .loop import Collector, Sink
-from .sink import StoreSink
+from .sink import StoreSink, say
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,19 +23,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--store")
     parser.add_argument("--store-max", type=int, default=1 << 30)
     options = parser.parse_args(arguments)
-    directory = session.check(options.directory)
-    (directory / session.OWNER).write_text(str(os.getpid()))
+    try:
+        directory = session.check(options.directory)
+        # Not getppid(): who started us may have died by now.
+        parent = session.owner(directory)
+        lock = session.own(directory)
+    except (OSError, session.SessionError) as error:
+        say(f"nothing is collected: {session.reason(error)}")
+        return 2
     # Both are meant for the server; this process ends by itself once the server has.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sink = _store(options.store, options.store_max)
     sinks: list[Sink] = [sink] if sink else []
     collector = Collector(directory, sinks)
-    _collect(collector, os.getppid())
-    collector.close()
-    if sink:
-        sink.close()
-    shutil.rmtree(directory, ignore_errors=True)
+    try:
+        _collect(collector, parent)
+        collector.close()
+    except Exception as error:
+        say(f"recording has ended ({type(error).__name__}: {error}); serving goes on")
+        return 70
+    finally:
+        if sink:
+            sink.close()
+        shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
     return 0
 
 
@@ -53,11 +65,6 @@ def _collect(collector: Collector, parent: int) -> None:
     """Poll until every process that wrote, and the one that started us, are gone."""
     while session.alive(parent) or collector.writers():
         time.sleep(0.02 if collector.poll() else 0.1)
-
-
-def say(line: str) -> None:
-    """One line on stderr, named as ours."""
-    print(f"stagetrace: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

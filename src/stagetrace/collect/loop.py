@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +19,7 @@ SNAPSHOT_NS = 1_000_000_000
 #: A request must have run this long before it is worth a snapshot.
 YOUNG_NS = 500_000_000
 
+_NUMBER = re.compile("-?[0-9]{1,18}")
 log = logging.getLogger("stagetrace")
 
 
@@ -40,33 +43,44 @@ class Collector:
         self.requests = 0
         self.started_unix_ns = time.time_ns()
         self._dead: set[int] = set()
+        #: What rings that are gone by now had lost or refused.
+        self._lost = self._refused = 0
         self._snapshot_at = 0
-        self._settings: dict[str, str] = {}
+        self._settings: dict[str, str] | None = None
         self._flushed = ""
 
     def poll(self) -> int:
         """Read what is new; return the number of marks, so that the owner knows how busy it is."""
+        # Before the rings: what was written ahead of it must be read ahead of the answer.
+        asked = self._flush_asked()
         self._discover()
         taken = sum(self._read(ring) for ring in list(self.rings.values()))
-        self._hand_on(closing=False)
+        self._hand_on(closing=False, asked=asked)
         return taken
 
     def writers(self) -> set[int]:
-        """Processes that have written and still live."""
-        return {ring.pid for ring in self.rings.values() if session.alive(ring.pid)}
+        """Processes that have a ring, or are just making one, and still live."""
+        return set(session.writers(self.directory))
 
     def lost(self) -> int:
-        """Marks that were overwritten before they could be read, or refused by their writer."""
-        return sum(ring.lost + ring.refused() for ring in self.rings.values())
+        """Marks that were overwritten before they could be read."""
+        return self._lost + sum(ring.lost for ring in self.rings.values())
+
+    def refused(self) -> int:
+        """Threads that got no ring because their process had too many."""
+        return self._refused + sum(ring.refused() for ring in self.rings.values())
 
     def close(self) -> None:
         """Read the rings to their end, settle every call, and write it all out."""
         self._discover()
         for ring in self.rings.values():
-            self._read(ring)
+            self._read(ring, final=True)
         self._hand_on(closing=True)
-        if self.lost():
-            log.warning("stagetrace: %d marks were lost; some stages read not_observable", self.lost())
+        for name in list(self.rings):
+            self._put_away(name)
+        if self._lost or self._refused:
+            what = f"{self._lost} marks were lost, {self._refused} threads were not recorded"
+            log.warning("stagetrace: %s; some stages read not_observable", what)
 
     def _alive(self, pid: int) -> bool:
         """As of the last look: a process that died may have marks we have not read yet."""
@@ -78,16 +92,19 @@ class Collector:
                 ring = open_ring(path)
                 if ring is not None:
                     self.rings[path.name] = ring
+                    if ring.pid in self._dead:  # a late ring, or the process id was given out again
+                        self._dead.discard(ring.pid)
+                        self.assembler.anchors.pop(ring.pid, None)
                     self.assembler.anchors.setdefault(ring.pid, ring.anchor_ns)
 
-    def _read(self, ring: Ring) -> int:
+    def _read(self, ring: Ring, final: bool = False) -> int:
         count = 0
-        for mark in ring.read():
+        for mark in ring.read(final):
             self.assembler.take(mark, ring.pid)
             count += 1
         return count
 
-    def _hand_on(self, closing: bool) -> None:
+    def _hand_on(self, closing: bool, asked: str = "") -> None:
         now = time.monotonic_ns()
         snapshot = now - self._snapshot_at > SNAPSHOT_NS
         if snapshot or closing:
@@ -98,50 +115,65 @@ class Collector:
         done = self.assembler.finished(now, closing)
         self.requests += len(done)
         running = self._running(now) if snapshot and not closing else []
-        self._run_changed()
-        asked = self._flush_asked()
-        snapshot = snapshot or asked is not None
+        self._run_changed(bool(steps or done or running))
+        answer = asked and not self._owes(asked)
         for sink in self.sinks:
             if steps:
                 sink.steps(steps)
             if done or running:
                 sink.requests([*running, *done])
-            if snapshot or closing:
+            if snapshot or closing or answer:
                 sink.flush()
-        if asked is not None:
-            (self.directory / session.FLUSHED).write_text(asked)
+        if answer:
+            self._flushed = asked
+            with suppress(OSError):  # a full tmpfs: who asked will not wait for ever
+                session.write(self.directory / session.FLUSHED, asked)
 
-    def _flush_asked(self) -> str | None:
-        """The stamp of a `flush` request, once every call that had ended by then is written out."""
+    def _flush_asked(self) -> str:
+        """The stamp of a `flush` request that has not been answered yet; empty if there is none."""
         try:
             stamp = (self.directory / session.FLUSH).read_text()
         except OSError:
-            return None
-        waiting = any(r.end and r.end.t <= int(stamp or 0) for r in self.assembler.book.roots.values())
-        if not stamp or stamp == self._flushed or waiting:
-            return None
-        self._flushed = stamp
-        return stamp
+            return ""
+        return stamp if stamp.isdecimal() and stamp != self._flushed else ""
+
+    def _owes(self, stamp: str) -> bool:
+        """Whether a call that had ended by then is still to be written out."""
+        return any(root.end and root.end.t <= int(stamp) for root in self.assembler.book.roots.values())
 
     def _bury(self) -> None:
-        """Note which writers are gone, after reading their rings to the end."""
-        for pid in {ring.pid for ring in self.rings.values()} - self._dead:
-            if not session.alive(pid):
-                for ring in self.rings.values():
-                    if ring.pid == pid:
-                        self._read(ring)
-                self._dead.add(pid)
+        """Note which writers are gone, after reading their rings to the end; those take up memory no longer."""
+        for pid in {ring.pid for ring in self.rings.values()}:
+            if session.alive(pid):
+                continue
+            for name, ring in list(self.rings.items()):
+                if ring.pid == pid:
+                    self._read(ring, final=True)
+                    self._put_away(name)
+                    with suppress(OSError):
+                        ring.path.unlink()
+            self._dead.add(pid)
+
+    def _put_away(self, name: str) -> None:
+        ring = self.rings.pop(name)
+        self._lost += ring.lost
+        self._refused += ring.refused()
+        ring.close()
 
     def _running(self, now: int) -> list[RequestRecord]:
         old = [r for r in self.assembler.book.roots.values() if r.end is None and now - r.started > YOUNG_NS]
         return [record for root in old for record in self.assembler.records(root, dead=False)]
 
-    def _run_changed(self) -> None:
+    def _run_changed(self, needed: bool) -> None:
+        """Say whose records these are: anew when more is known, and at all before the first of them.
+
+        An engine that dies while it starts, or lives elsewhere, never tells its settings.
+        """
         settings = self.assembler.book.settings
-        if settings == self._settings:
+        if settings == self._settings or not (settings or needed):
             return
         self._settings = dict(settings)
-        config = {key: int(v) if v.lstrip("-").isdigit() else v for key, v in settings.items()}
+        config = {key: int(v) if _NUMBER.fullmatch(v) else v for key, v in settings.items()}
         engine, version = config.pop("engine", None), config.pop("engine_version", None)
         run = RunRecord(
             session=self.directory.name,

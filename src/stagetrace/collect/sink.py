@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from ..model import RequestRecord, RunRecord, StepRecord
 from ..store import StoreError, StoreWriter
+
+
+def say(line: str) -> None:
+    """One line on stderr, named as ours. Nobody reading it must not cost the server its exit code."""
+    if sys.stderr is not None:  # else descriptor 2 may be any file
+        with suppress(OSError):
+            os.write(2, f"stagetrace: {line}\n".encode("utf-8", "replace"))
 
 
 class StoreSink:

@@ -26,7 +26,7 @@ class HookSpec:
     otherwise: tuple[str, ...] = ()
     awaits: bool = False
     replaces: bool = False
-    #: False for a hook that must undo what another one did even while recording is paused.
+    #: False for a hook that has work to do even where nothing is recorded (yet): it is called all the same.
     pausable: bool = True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,20 +15,31 @@ Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], A
 _FAILED = object()
 
 
-def picker(names: list[str], takes: Sequence[str]) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]:
+def picker(
+    parameters: Sequence[inspect.Parameter], takes: Sequence[str]
+) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]:
     """Return a function that finds the arguments ``takes``, bound now by name, in a call's args and kwargs."""
-    wanted = [(names.index(name), name) for name in takes]
+    wanted = [_place(parameters, name) for name in takes]
     if not wanted:
         return lambda args, kwargs: ()
     if len(wanted) == 1:
-        ((at, only),) = wanted
-        return lambda args, kwargs: (args[at] if len(args) > at else kwargs.get(only),)
-    return lambda args, kwargs: tuple(args[i] if len(args) > i else kwargs.get(n) for i, n in wanted)
+        ((at, only, default),) = wanted
+        return lambda args, kwargs: (args[at] if len(args) > at else kwargs.get(only, default),)
+    return lambda args, kwargs: tuple(args[i] if len(args) > i else kwargs.get(n, d) for i, n, d in wanted)
 
 
-def wrapper(spec: HookSpec, names: list[str], guard: Guard, paused: Callable[[], bool]) -> Wrapper:
-    """Build the wrapper of one hook for a target whose arguments are ``names``."""
-    pick = picker(names, spec.takes)
+def _place(parameters: Sequence[inspect.Parameter], name: str) -> tuple[int, str, Any]:
+    """Position, name and default of a parameter; what is passed by keyword only has no position."""
+    at = next(index for index, parameter in enumerate(parameters) if parameter.name == name)
+    default = None if parameters[at].default is inspect.Parameter.empty else parameters[at].default
+    return sys.maxsize if parameters[at].kind is inspect.Parameter.KEYWORD_ONLY else at, name, default
+
+
+def wrapper(
+    spec: HookSpec, parameters: Sequence[inspect.Parameter], guard: Guard, paused: Callable[[], bool]
+) -> Wrapper:
+    """Build the wrapper of one hook for a target with ``parameters``."""
+    pick = picker(parameters, spec.takes)
 
     def entered(instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -93,7 +105,7 @@ def _awaiting(guard: Guard, entered: Any, left: Any, raised: Any) -> Wrapper:
         return left(state, instance, result)
 
     def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if guard.off or not inspect.iscoroutinefunction(inspect.unwrap(wrapped)):
+        if guard.off:
             return wrapped(*args, **kwargs)
         return run(wrapped, instance, args, kwargs)
 

@@ -1,0 +1,37 @@
+"""Which rows there are. Their modules are imported only in the process that runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+
+from .figures import Options, Outcome, Progress
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: ``key`` for ``--only``, the module that measures it, and about how long it takes."""
+
+    key: str
+    title: str
+    seconds: int
+
+    def run(self, options: Options, progress: Progress) -> Outcome:
+        """Measure, in this process."""
+        outcome: Outcome = import_module(f"{__package__}.row_{self.key}").run(options, progress)
+        return outcome
+
+
+ROWS = (
+    Row("mark", "a mark against an OpenTelemetry span, and against reading the clock", 3),
+    Row("step", "what the hooks add to a real step of the engine's scheduler, batch 1 to 256", 75),
+    Row("send", "what is added to each streamed chunk in the API process", 2),
+    Row("import", "import stagetrace against an interpreter that does nothing", 4),
+    Row("collector", "the collector: marks per second, and its share of a core", 15),
+    Row("servers", "CPU per streamed token of real servers, untraced and traced by turns", 160),
+)
+
+
+def named(key: str) -> Row:
+    """The row ``key``; KeyError if there is none."""
+    return {row.key: row for row in ROWS}[key]

@@ -1,0 +1,115 @@
+"""What one sequence's stages are computed from, gathered once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .. import marks
+from ..model import StepRecord
+from .book import Book, Root, Sequence
+from .life import Turn, first_token, prefill, turns
+from .periods import Periods
+
+#: Finish codes of a request that did not come to its own end.
+CUT_SHORT = tuple(code for code, name in marks.FINISH.items() if name in ("abort", "error"))
+
+
+@dataclass
+class Case:
+    """Everything a stage may be computed from."""
+
+    book: Book
+    periods: Periods
+    root: Root
+    sequence: Sequence | None
+    prompt: int = 0
+    turns: list[Turn] = field(default_factory=list)
+    chunks: list[Turn] = field(default_factory=list)
+    first: Turn | None = None
+    #: End of stage 10, once known: TTFT ends and decoding starts here.
+    first_text: int | None = None
+    ttft_kind: str | None = None
+    #: End of stage 11.
+    decoded: int | None = None
+    #: Starts of stages whose second mark is not there.
+    began: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, book: Book, periods: Periods, root: Root, sequence: Sequence | None) -> Case:
+        """Gather what is known of ``sequence``."""
+        case = cls(book, periods, root, sequence)
+        if sequence is not None:
+            case.prompt = sequence.added.b if sequence.added else 0
+            found = turns(book, sequence, case.prompt, case._delivered)
+            case.turns = [turn for turn in found if case.cut is None or turn.step.schedule_ns[1] <= case.cut]
+            case.chunks = prefill(case.turns, case.prompt, sequence)
+            case.first = first_token(case.turns, case.prompt)
+        return case
+
+    def setting(self, name: str) -> int | None:
+        """An engine setting as a number."""
+        value = self.book.settings.get(name)
+        return int(value) if value and value.lstrip("-").isdigit() else None
+
+    def processed(self, step: StepRecord) -> tuple[int, int] | None:
+        """When the front end entered and left the batch of outputs that ``step`` made."""
+        outputs = self.book.outputs.get(self.root.pid)
+        return outputs.within(step.update_ns) if outputs and step.update_ns else None
+
+    def _delivered(self, step: StepRecord) -> bool:
+        """Whether the front end took the step's tokens: the engine makes some after a stop string or an abort, too."""
+        stopped = self.sequence.stopped if self.sequence else None
+        if step.update_ns is None or (stopped is None and self.cut is None):
+            return True
+        limit = min(t for t in (stopped, self.cut) if t is not None)
+        done = self.processed(step) if self.cut is None else None
+        return (done or step.update_ns)[1] <= limit
+
+    @property
+    def streams(self) -> bool:
+        """Whether the first text sent can only be this sequence's."""
+        handler = self.root.handler
+        return handler is not None and bool(handler.b) and handler.c == 1 and len(self.root.sequences) == 1
+
+    @property
+    def completed(self) -> int | None:
+        """When the request came to its own end: the engine freed it, or the front end saw a stop string."""
+        s = self.sequence
+        if s is None:
+            return None
+        freed = s.free.t if s.free is not None and s.free.a not in CUT_SHORT else None
+        done = min((t for t in (s.stopped, freed) if t is not None), default=None)
+        return None if done is not None and self.cut is not None and done > self.cut else done
+
+    @property
+    def failed(self) -> bool:
+        """Whether the call itself went wrong: an error status, or an exception that left the application."""
+        root = self.root
+        refused = root.status is not None and root.status.a >= 400
+        return refused or (root.end is not None and bool(root.end.a))
+
+    @property
+    def cut(self) -> int | None:
+        """When a call that was given up, or failed, was over: what the engine still did for it is no part of it."""
+        root = self.root
+        return self.end if root.end is not None and (root.disconnect is not None or self.failed) else None
+
+    @property
+    def end(self) -> int | None:
+        """When the client had everything, or the call was given up; None while it runs, or if nobody saw it end."""
+        root = self.root
+        if root.end is None:
+            return None
+        if root.disconnect is not None or root.end.a or not root.sent:
+            return root.end.t
+        return root.sent[-1]
+
+    @property
+    def generated(self) -> int | None:
+        """Tokens the client got: the engine's count, unless a stop string cut it short. None where nobody counted."""
+        s = self.sequence
+        if s is None:
+            return None
+        if s.free is not None and s.stopped is None:
+            return s.free.b
+        return sum(turn.generated for turn in self.turns) if s.enqueued is not None else None

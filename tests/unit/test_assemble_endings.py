@@ -1,0 +1,247 @@
+"""Requests that end badly, or whose end nobody saw: a status, the stage they were in, and nothing made up after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stagetrace import marks
+from stagetrace.model import RequestRecord
+from stagetrace.stages import BY_KEY, STAGES
+from tests.invariants import check_all
+from tests.unit.scripted import API, CORE, MS, US, WORKER, Ask, Script, kinds
+
+KEYS = [stage.key for stage in STAGES]
+
+
+def aborted_in(key: str, options: dict[str, Any], ask: dict[str, Any]) -> tuple[RequestRecord, int]:
+    """A request whose client leaves in the middle of stage ``key``, and when that was."""
+    rest = Ask(at=10 * US, output=10, prompt=9)
+    start, duration = Script(**options).run(Ask(**ask), rest).roots[0].seqs[0].truth[key]
+    at = start + duration // 2
+    script = Script(**options).run(Ask(**ask, abort_at=at), rest)
+    records = script.records()
+    check_all(records)
+    assert records[1].status == "ok", "the other one goes on"
+    return records[0], at
+
+
+@pytest.mark.parametrize("options", [{}, {"depth": 2}, {"budget": 16}, {"embedding": "fused"}])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("key", KEYS)
+def test_a_client_that_leaves(key: str, stream: bool, options: dict[str, Any]) -> None:
+    if key == "embedding" and options.get("embedding") == "fused":
+        pytest.skip("there is none to leave in")
+    record, at = aborted_in(key, options, {"stream": stream, "prompt": 40, "output": 8})
+    # What the worker does in one step cannot be told apart until the step's output is back.
+    where = {"embedding": "prefill", "lm_head": "prefill", "sample": "prefill"}.get(key, key)
+    assert (record.status, record.finish_reason) == ("aborted", "abort" if key != "teardown" else "length")
+    assert record.active_stage == where, record
+    active = record.stage(record.active_stage)
+    assert record.e2e_ms is not None and record.e2e_ms >= at / 1e6
+    assert active.attributes["interrupted"] is True
+    assert active.duration_ms is not None and active.start_ms is not None
+    assert at / 1e6 <= active.start_ms + active.duration_ms <= record.e2e_ms + 1e-6
+    for stage in record.stages[BY_KEY[record.active_stage].number :]:
+        assert stage.state == "not_reached"
+
+
+def test_who_leaves_the_queue_has_waited_until_then() -> None:
+    script = Script(slots=1).run(Ask(output=90), Ask(at=MS, abort_at=100 * MS))
+    record = script.records()[1]
+    check_all([record])
+    assert (record.status, record.active_stage, record.output_tokens) == ("aborted", "admission", 0)
+    assert record.queue_ms == pytest.approx(97, abs=3)
+    assert record.coverage is not None and record.coverage > 0.98
+
+
+def test_cancelled_by_the_program_that_holds_the_engine() -> None:
+    record = Script().run(Ask(kind="direct", output=90, abort_at=20 * MS)).records()[0]
+    check_all([record])
+    assert (record.status, record.finish_reason, record.active_stage) == ("aborted", "abort", "decode")
+
+
+@pytest.mark.parametrize(
+    ("where", "key"), [("body", "http_receive"), ("tokenize", "tokenize"), ("parameters", "tokenize")]
+)
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_refused_before_it_became_a_sequence(kind: str, where: str, key: str) -> None:
+    records = Script().run(Ask(kind=kind, refuse=where), Ask(at=MS)).records()
+    check_all(records)
+    assert [r.status for r in records] == ["error", "ok"]
+    record = records[0]
+    assert (record.active_stage, record.finish_reason) == (key, None)
+    assert record.stage(key).state == "measured"
+    assert (record.ttft_ms, record.output_tokens, record.cached_tokens) == (None, None, None)
+    assert record.prompt_tokens == (20 if where == "parameters" else None)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_engine_that_dies(depth: int, stream: bool) -> None:
+    asks = [Ask(output=4, stream=stream), Ask(output=50, stream=stream), Ask(at=49 * MS, stream=stream, prompt=1000)]
+    script = Script(depth=depth, engine_dies=52 * MS, slots=2).run(*asks)
+    records = script.records()
+    check_all(records)
+    assert [r.status for r in records] == ["ok", "error", "error"]
+    assert records[1].active_stage == "decode"
+    assert records[1].stage("decode").attributes["interrupted"] is True
+    assert records[2].active_stage in ("prefill", "admission")
+    assert all(r.e2e_ms is not None and r.finish_reason is None for r in records[1:])
+
+
+def test_an_engine_that_dies_under_the_program_that_holds_it() -> None:
+    script = Script(engine_dies=20 * MS).run(Ask(kind="direct", output=90))
+    record = script.records()[0]
+    check_all([record])
+    assert (record.status, record.active_stage, record.e2e_ms) == ("error", "decode", None)
+
+
+def test_an_engine_that_has_left_after_a_whole_answer_takes_nothing_back() -> None:
+    """At the end of a session every process is gone, and the engine's last mark may be lost."""
+    script = Script().run(Ask(stream=False))
+    script.dead |= {102, 103}
+    assert script.records(drop=kinds(marks.FREE))[0].status == "ok"
+
+
+def test_an_api_server_that_dies() -> None:
+    script = Script().run(Ask(output=4), Ask(output=50), Ask(at=58 * MS, prompt=1000))
+    script.kill(60 * MS, API)
+    script.kill(61 * MS, CORE, WORKER)
+    records = script.records()
+    check_all(records)
+    assert [r.status for r in records] == ["ok", "error", "error"]
+    assert records[1].active_stage == "decode"
+    # Nobody saw the end: no number for it.
+    assert [r.e2e_ms for r in records[1:]] == [None, None]
+    assert [r.coverage for r in records[1:]] == [None, None]
+    assert records[1].ttft_ms is not None
+
+
+def test_an_exception_that_leaves_the_application() -> None:
+    script = Script().run(Ask(output=90, abort_at=30 * MS))
+    script.written = [w for w in script.written if getattr(w[2], "kind", None) != marks.DISCONNECT]
+    script.change(marks.END, lambda mark: mark._replace(a=1))
+    record = script.records()[0]
+    check_all([record])
+    assert (record.status, record.active_stage) == ("error", "decode")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("until", [m * MS // 4 for m in range(1, 130, 3)])
+def test_a_running_request_is_in_flight_in_the_stage_it_is_in(until: int, depth: int) -> None:
+    script = Script(depth=depth).run(Ask(prompt=70), Ask(at=2 * MS, stream=False))
+    whole = script.records()
+    assembler = script.assembler()
+    for mark, pid in script.read():
+        if mark.t <= until:
+            assembler.take(mark, pid)
+    assembler.steps()
+    for record in assembler.in_flight():
+        check_all([record])
+        index = int(record.span_id, 16) - 0x1000
+        final = whole[index]
+        if record.status == "ok":
+            continue
+        assert record.status == "in_flight" and record.active_stage is not None
+        for stage, later in zip(record.stages, final.stages, strict=True):
+            if stage.state == "measured":
+                assert (stage.start_ms, stage.duration_ms) == (later.start_ms, later.duration_ms)
+        active = final.stage(record.active_stage)
+        if active.start_ms is not None and active.duration_ms is not None:
+            # What is known of a step comes with its output; until then it looks as if it were still in it.
+            now = (until - script.roots[index].started) / 1e6
+            assert record.active_stage == "prefill" or active.start_ms + active.duration_ms >= now - 0.5
+
+
+GROUPS = {
+    "http": (marks.HANDLER,),
+    "render": (marks.RENDER, marks.TOKENIZE, marks.TOKENIZE_RUN, marks.TOKENIZED),
+    "template": (marks.RENDER,),
+    "pool": (marks.TOKENIZE_RUN,),
+    "outputs": (marks.OUTPUTS, marks.STOPPED),
+    "sampling": (marks.SAMPLING,),
+    "arrive": (marks.ARRIVE,),
+    "kv": (marks.LOOKUP, marks.BLOCKS),
+    "schedule": (marks.ENQUEUE, marks.STEP, marks.JOIN, marks.LEAVE, marks.UPDATE, marks.FREE, marks.PREEMPT),
+    "worker": (marks.EXECUTE, marks.FORWARD, marks.LM_HEAD, marks.SAMPLE_CALL, marks.SAMPLE, marks.EMBEDDING),
+    "runner": (marks.FORWARD, marks.LM_HEAD, marks.SAMPLE),
+    "head": (marks.LM_HEAD,),
+    "embedding": (marks.EMBEDDING,),
+}
+UNSEEN = {
+    "http": ["http_receive"],
+    "render": ["chat_template", "tokenize"],
+    "template": ["chat_template"],
+    "pool": [],
+    "outputs": [],
+    "sampling": [],
+    "arrive": [],
+    "kv": ["admission", "kv_allocate"],
+    "schedule": ["embedding", "prefill", "lm_head", "sample", "detokenize", "decode", "teardown"],
+    "worker": ["embedding", "prefill", "lm_head", "sample"],
+    "runner": ["embedding", "prefill", "lm_head", "sample"],
+    "head": ["lm_head"],
+    "embedding": ["embedding"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_hook_that_did_not_work_costs_its_own_stages_only(group: str) -> None:
+    script = Script().run(Ask(), Ask(at=3 * MS, output=3))
+    whole = script.records()
+    records = script.records(drop=kinds(*GROUPS[group]))
+    check_all(records)
+    for record, full in zip(records, whole, strict=True):
+        assert (record.status, record.active_stage) == ("ok", None)
+        assert record.e2e_ms == full.e2e_ms
+        lost = [s.key for s in record.stages if s.state == "not_observable"]
+        assert lost == UNSEEN[group]
+        if group != "http":
+            assert (record.ttft_ms, record.ttft_kind) == (full.ttft_ms, "streamed")
+
+
+def test_without_the_join_there_is_still_the_call() -> None:
+    script = Script().run(Ask())
+    records = script.records(drop=kinds(marks.ADD))
+    check_all(records)
+    assert len(records) == 1 and records[0].status == "ok"
+    assert [s.state for s in records[0].stages[:3]] == ["measured"] * 3
+    assert {s.state for s in records[0].stages[3:]} == {"not_observable"}
+    assert (records[0].output_tokens, records[0].ttft_ms) == (None, None)
+
+
+def test_the_marks_of_the_first_chunk_are_lost() -> None:
+    """The rest must not pass for a short prefill of a prompt that was in the cache."""
+    script = Script(budget=16).run(Ask(prompt=50))
+    first = script.steps[0].number
+    record = script.records(drop=lambda mark: first in (mark.key, mark.a))[0]
+    check_all([record])
+    assert (record.cached_tokens, record.prefill_ms) == (None, None)
+    assert record.stage("prefill").state == "not_observable"
+
+
+def test_the_marks_of_the_first_token_are_lost() -> None:
+    """The second token's step must not pass for the first one's."""
+    script = Script().run(Ask())
+    first = script.steps[0].number
+    record = script.records(drop=lambda mark: first in (mark.key, mark.a))[0]
+    check_all([record])
+    assert record.ttft_kind == "streamed" and record.output_tokens == 6
+    lost = [s.key for s in record.stages if s.state == "not_observable"]
+    assert lost == ["embedding", "prefill", "lm_head", "sample", "detokenize"]
+
+
+def test_a_lost_last_send_is_no_earlier_end() -> None:
+    script = Script().run(Ask())
+    sends = script.roots[0].sends
+    record = script.records(drop=lambda mark: mark.kind == marks.SENT and mark.t >= sends[2])[0]
+    check_all([record])
+    assert {record.stage("decode").state, record.stage("teardown").state} == {"not_observable"}
+
+
+def test_dead_processes_are_told_by_their_id() -> None:
+    script = Script().run(Ask())
+    script.dead.add(API)
+    assert script.records()[0].status == "ok", "it had returned before"

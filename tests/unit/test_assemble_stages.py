@@ -1,0 +1,208 @@
+"""Stages of requests that end well: each is exactly where the script has put it, and says what it is otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stagetrace import marks
+from stagetrace.model import RequestRecord
+from stagetrace.stages import STAGES
+from tests.invariants import check_all
+from tests.unit.scripted import MS, US, Ask, Script, Seq, kinds
+
+#: What a stage reads that the script has no truth for: a call that has none, a single token.
+ABSENT = {"not_applicable", "fused"}
+
+SCENARIOS: dict[str, tuple[dict[str, Any], list[Ask]]] = {
+    "one": ({}, [Ask()]),
+    "one token": ({}, [Ask(output=1)]),
+    "completion": ({}, [Ask(kind="completion")]),
+    "whole answer": ({}, [Ask(stream=False)]),
+    "whole answer, one token": ({}, [Ask(stream=False, output=1)]),
+    "offline": ({}, [Ask(kind="offline"), Ask(kind="offline", output=3)]),
+    "n": ({}, [Ask(n=3), Ask(n=2, stream=False, output=2)]),
+    "chunked": ({"budget": 16}, [Ask(prompt=50), Ask(at=3 * MS, prompt=33)]),
+    "prefix hit": ({}, [Ask(prompt=50, cached=48), Ask(prompt=48, cached=48)]),
+    "busy": ({"slots": 2, "budget": 24}, [Ask(at=i * 700 * US, prompt=30 + i, output=4 + i % 3) for i in range(9)]),
+    "no blocks": ({}, [Ask(output=12), Ask(at=4 * MS, blocked=3)]),
+    "asynchronous": ({"depth": 2}, [Ask(output=9), Ask(at=4 * MS), Ask(at=4 * MS, n=2, prompt=90)]),
+    "asynchronous, chunked": ({"depth": 2, "budget": 16}, [Ask(prompt=50), Ask(at=1 * MS, prompt=20)]),
+    "speculative": ({"drafts": 3}, [Ask(output=20), Ask(at=6 * MS, output=17, stream=False)]),
+    "speculative, asynchronous": ({"drafts": 2, "depth": 2}, [Ask(output=20)]),
+    "stop string": ({}, [Ask(output=30, stop_at=4), Ask(output=30, stop_at=3, stop_lag=9, stream=False)]),
+    "stop string, first token": ({}, [Ask(output=30, stop_at=1)]),
+    "stop string, asynchronous": ({"depth": 2}, [Ask(output=30, stop_at=4, stop_lag=5)]),
+    "evicted": ({}, [Ask(evict=(3,), output=8), Ask(output=14)]),
+    "evicted, asynchronous": ({"depth": 2}, [Ask(evict=(3,), output=8), Ask(output=14)]),
+    "evicted twice": ({"budget": 12}, [Ask(evict=(2, 5), output=8, prompt=40), Ask(output=25)]),
+    "passed over": ({}, [Ask(skip=(1, 3), output=7), Ask(output=9)]),
+    "text comes late": ({}, [Ask(silent=3, output=8)]),
+    "slow client": ({}, [Ask(slower=200 * US, output=12)]),
+    "embedding in a graph": ({"embedding": "fused"}, [Ask(), Ask(kind="completion")]),
+}  # fmt: skip
+
+
+def compare(record: RequestRecord, seq: Seq, started: int) -> None:
+    """Every stage the script knows of is there to the nanosecond, and no other is measured."""
+    for stage in record.stages:
+        if stage.key not in seq.truth:
+            assert stage.state in ABSENT, stage
+            continue
+        start, duration = seq.truth[stage.key]
+        assert (stage.state, stage.source) == ("measured", "host_clock"), stage
+        assert stage.start_ms == pytest.approx((start - started) / 1e6, abs=2e-6), stage
+        assert stage.duration_ms == pytest.approx(duration / 1e6, abs=2e-6), stage
+
+
+@pytest.mark.parametrize("shuffle", [None, 1, 2, 3])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_stage_is_where_it_was(name: str, shuffle: int | None) -> None:
+    options, asks = SCENARIOS[name]
+    script = Script(**options).run(*asks)
+    records = script.records(shuffle)
+    check_all(records, complete=True)
+    known = [(root, seq) for root in script.roots for seq in root.seqs]
+    assert len(records) == len(known)
+    for record, (root, seq) in zip(records, known, strict=True):
+        assert record.status == "ok", record
+        assert record.output_tokens == seq.delivered
+        assert record.prompt_tokens == seq.ask.prompt
+        assert record.cached_tokens == min(seq.ask.cached, seq.ask.prompt - 1)
+        assert record.finish_reason == ("stop" if seq.stopped else "length")
+        assert record.preemptions == len(seq.evictions)
+        assert record.e2e_ms == pytest.approx(((root.sends or [root.ended])[-1] - root.started) / 1e6)  # type: ignore[operator]
+        compare(record, seq, root.started)
+        times = [(time - root.started) / 1e6 for time in seq.token_times]
+        assert record.token_times_ms == pytest.approx(times, abs=2e-6)
+
+
+def test_facts_of_a_plain_request() -> None:
+    record = Script().run(Ask(prompt=20, output=6)).records()[0]
+    facts = {stage.key: stage.attributes for stage in record.stages}
+    assert facts["http_receive"] == {"bytes": 200, "route": "/v1/chat", "stream": True, "n": 1, "max_tokens": 6}
+    assert facts["chat_template"] == {"messages": 2, "characters": 80}
+    assert facts["tokenize"] == {"prompt_tokens": 20, "pool_wait_ms": pytest.approx(0.03)}
+    assert facts["admission"]["hand_off_ms"] + facts["admission"]["wait_ms"] == pytest.approx(
+        record.stage("admission").duration_ms
+    )
+    assert facts["kv_allocate"] == {"blocks": 2, "block_size": 16, "cached_tokens": 0, "bytes": 8192}
+    assert facts["embedding"] == {"rows": 20}
+    assert {**facts["prefill"], "cost_share_ms": None} == {
+        "tokens": 20, "chunks": 1, "batch": 1, "gaps_ms": 0.0, "cost_share_ms": None, "cache_bytes_written": 5120,
+    }  # fmt: skip
+    assert facts["sample"] == {"temperature": 0.7, "top_p": 1.0, "top_k": 0, "grammar": False}
+    first = record.stage("detokenize")
+    parts = facts["detokenize"]["hand_back_ms"] + facts["detokenize"]["detokenize_ms"] + facts["detokenize"]["emit_ms"]
+    assert parts == pytest.approx(first.duration_ms)
+    assert (facts["decode"]["tokens"], facts["decode"]["steps"], facts["decode"]["batch"]) == (5, 5, 1.0)
+    assert facts["teardown"] == {"finish_reason": "length", "blocks_held": 2, "blocks_freed": 1, "blocks_kept": 1}
+    assert (record.request_id, record.operation, record.model) == ("cmpl-4096", "chat", "tiny")
+    assert record.start_unix_ns == 1_700_000_000 * 10**9
+
+
+def test_a_stage_carries_the_facts_the_table_names() -> None:
+    record = Script().run(Ask()).records()[0]
+    for stage in STAGES:
+        assert set(stage.facts) <= record.stage(stage.key).attributes.keys()
+
+
+def test_chunks_are_summed_and_the_gaps_between_them_are_nobodys() -> None:
+    record = Script(budget=16).run(Ask(prompt=50)).records()[0]
+    prefill = record.stage("prefill")
+    assert prefill.attributes["chunks"] == 4 and prefill.attributes["tokens"] == 50
+    assert prefill.attributes["gaps_ms"] > 1
+    assert record.gaps_ms["between_chunks"] == prefill.attributes["gaps_ms"]
+    assert record.prefill_ms == pytest.approx(
+        prefill.duration_ms + record.stage("embedding").duration_ms + prefill.attributes["gaps_ms"]  # type: ignore[operator]
+    )
+    assert record.stage("kv_allocate").attributes["blocks"] == 1 + 1 + 1 + 1
+
+
+def test_a_shared_forward_costs_its_share() -> None:
+    record = Script().run(Ask(prompt=20), Ask(prompt=30)).records()[0]
+    prefill = record.stage("prefill")
+    assert prefill.attributes["batch"] == 2
+    whole = prefill.duration_ms + record.stage("embedding").duration_ms  # type: ignore[operator]
+    assert prefill.attributes["cost_share_ms"] == pytest.approx(whole * 20 / 50)
+
+
+@pytest.mark.parametrize(
+    ("options", "asks", "reason"),
+    [
+        ({}, [Ask()], "step_in_progress"),
+        ({"slots": 1}, [Ask(output=9), Ask(at=MS)], "no_slot"),
+        ({"budget": 16}, [Ask(prompt=64), Ask(at=MS)], "token_budget"),
+        ({}, [Ask(output=20), Ask(at=4 * MS, blocked=3)], "no_blocks"),
+    ],
+)
+def test_why_a_request_waited(options: dict[str, Any], asks: list[Ask], reason: str) -> None:
+    admission = Script(**options).run(*asks).records()[-1].stage("admission")
+    assert admission.attributes["reason"] == reason
+
+
+def test_what_has_no_such_stage_says_so() -> None:
+    completion, offline, direct = (Script().run(Ask(kind=k)).records()[0] for k in ("completion", "offline", "direct"))
+    assert completion.stage("chat_template").state == "not_applicable"
+    assert [offline.stage(k).state for k in ("http_receive", "chat_template")] == ["not_applicable"] * 2
+    assert offline.operation == "generate_content" and offline.ttft_kind == "internal"
+    # Who calls the engine himself has tokenised before anybody looked.
+    assert [s.state for s in direct.stages[:3]] == ["not_applicable", "not_applicable", "not_observable"]
+    assert direct.status == "ok" and direct.stage("teardown").state == "measured"
+
+
+def test_ids_instead_of_text_are_not_tokenised() -> None:
+    script = Script().run(Ask(kind="completion"))
+    script.change(marks.TOKENIZE, lambda mark: mark._replace(a=0))
+    stage = script.records()[0].stage("tokenize")
+    assert (stage.state, stage.attributes) == ("not_applicable", {"prompt_tokens": 20})
+
+
+@pytest.mark.parametrize("drop", [(), (marks.EMBEDDING,)])
+def test_a_gpu_without_events_claims_no_times(drop: tuple[int, ...]) -> None:
+    script = Script(device_async=True, depth=2).run(Ask(), Ask(at=2 * MS, kind="completion", prompt=90))
+    records = script.records(drop=kinds(*drop))
+    check_all(records, complete=True)
+    for record in records:
+        assert [record.stage(k).state for k in ("embedding", "prefill", "lm_head", "sample")] == ["not_observable"] * 4
+        assert record.prefill_ms is None and record.status == "ok" and record.ttft_kind == "streamed"
+        split = record.stage("decode").attributes["split_ms"]
+        assert {split[k] for k in ("forward", "lm_head", "sample", "prepare", "stalled")} == {0.0}
+
+
+def test_an_embedding_outside_the_forward_is_none() -> None:
+    script = Script().run(Ask())
+    script.change(marks.EMBEDDING, lambda mark: mark._replace(a=mark.a - MS, b=mark.b - MS))
+    records = script.records()
+    check_all(records)
+    assert records[0].stage("embedding").state == "not_observable"
+    assert records[0].stage("prefill").duration_ms == pytest.approx(2.8)
+
+
+def test_a_stream_without_any_text_still_ends() -> None:
+    records = Script().run(Ask(silent=99)).records()
+    check_all(records, complete=True)
+    assert (records[0].status, records[0].ttft_kind) == ("ok", "internal")
+
+
+def test_several_prompts_in_one_call_are_sequences_of_one_request() -> None:
+    script = Script().run(Ask(n=2, stream=True))
+    # A batch of prompts: n is 1, and every prompt's sequence has index 0.
+    script.change(marks.HANDLER, lambda mark: mark._replace(c=1))
+    script.change(marks.ADD, lambda mark: mark._replace(d=0))
+    records = script.records()
+    check_all(records)
+    assert [r.sequence for r in records] == [0, 1]
+    # Nobody can tell whose the first text was.
+    assert {r.ttft_kind for r in records} == {"internal"}
+
+
+def test_the_callers_trace_is_joined_when_it_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    header = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    record = Script().run(Ask(traceparent=header)).records()[0]
+    assert (record.trace_id, record.parent_span_id) == (header[3:35], header[36:52])
+    broken = Script().run(Ask(traceparent="00-zz-1-01")).records()[0]
+    assert broken.parent_span_id is None and broken.trace_id == f"{1:016x}{0x1000:016x}"
+    monkeypatch.setenv("STAGETRACE_TRUST_TRACEPARENT", "0")
+    assert Script().run(Ask(traceparent=header)).records()[0].parent_span_id is None

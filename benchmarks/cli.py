@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     if asked.list:
         for row in ROWS:
-            console.print(f"{row.key:10} {row.title} (about {row.seconds} s)", highlight=False)
+            print(f"{row.key:10} {row.title} (about {row.seconds} s)")
         return 0
     for path in filter(None, (asked.json, asked.markdown)):
         if not path.parent.is_dir():

@@ -67,15 +67,15 @@ def cells(figure: Figure) -> tuple[str, str, str, str, str, str]:
 def show(console: Console, row: Row, outcome: Outcome) -> None:
     """Print one row's table."""
     table = Table(title=f"{row.key}: {row.title}", title_justify="left", title_style="bold")
-    table.add_column("", min_width=24)
+    table.add_column("", ratio=1)
     table.add_column("value", justify="right", no_wrap=True)
-    table.add_column("p10 – p90 of rounds", justify="right")
+    table.add_column("p10 – p90", justify="right", no_wrap=True)
     table.add_column("limit", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    table.add_column("made of", style="dim")
     for figure in outcome.figures:
         name, value, between, limit, verdict, about = cells(figure)
-        table.add_row(name, value, between, limit, Text(verdict, STYLES.get(verdict, "")), about)
+        label = Text.assemble(name, (f"\n{about}" if about else "", "dim"))
+        table.add_row(label, value, between, limit, Text(verdict, STYLES.get(verdict, "")))
     console.print(table)
     for note in outcome.notes:
         console.print(Text(note, "dim"))
@@ -109,7 +109,7 @@ def _page(results: Results, where: dict[str, str]) -> Iterator[str]:
         yield ""
         yield f"## {row.key}: {row.title}"
         yield ""
-        yield "| measurement | value | p10 – p90 of rounds | limit | verdict | made of |"
+        yield "| measurement | value | p10 – p90 | limit | verdict | made of |"
         yield "|---|---:|---:|---:|---|---|"
         for figure in outcome.figures:
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells(figure)) + " |"

@@ -14,8 +14,8 @@ from .recording import private_session
 from .stats import Spread, differences, interleave, median, ratios
 
 #: batch → (rounds, steps timed in each arm of a round)
-DECODE = {1: (300, 20), 8: (300, 20), 64: (400, 6), 256: (500, 5)}
-CHURN = {64: (200, 6), 256: (150, 5)}
+DECODE = {1: (300, 20), 8: (300, 20), 64: (1000, 6), 256: (600, 5)}
+CHURN = {64: (200, 6), 256: (200, 5)}
 ALONE_ROUNDS, ALONE_STEPS = 100, 200
 
 ADDED_LIMIT_US = 15.0
@@ -68,7 +68,8 @@ def _in_place(outcome: Outcome, name: str, load: Load, rounds: int, progress: Pr
     decodes = isinstance(load, Decode)
     outcome.add(
         f"{name}: added to a step", "µs", added, ADDED_LIMIT_US if decodes and load.size == 1 else None,
-        f"a step is {median(plain):,.0f} µs; {added.value / GPU_STEP_US:.2%} of a GPU's 6 ms step",
+        f"a step is {median(plain):,.0f} µs; median surely in {added.low:.1f} – {added.high:.1f} µs; "
+        f"{added.value / GPU_STEP_US:.2%} of a GPU's 6 ms step",
     )  # fmt: skip
     outcome.add(f"{name}: added share", "%", shares, SHARE_LIMIT.get(load.size) if decodes else None)
     return added

@@ -24,11 +24,11 @@ class Row:
 
 ROWS = (
     Row("mark", "a mark against an OpenTelemetry span, and against reading the clock", 3),
-    Row("step", "what the hooks add to a real step of the engine's scheduler, batch 1 to 256", 75),
+    Row("step", "what the hooks add to a real step of the engine's scheduler, batch 1 to 256", 110),
     Row("send", "what is added to each streamed chunk in the API process", 2),
     Row("import", "import stagetrace against an interpreter that does nothing", 4),
     Row("collector", "the collector: marks per second, and its share of a core", 15),
-    Row("servers", "CPU per streamed token of real servers, untraced and traced by turns", 160),
+    Row("servers", "CPU per streamed token of real servers, untraced and traced by turns", 150),
 )
 
 

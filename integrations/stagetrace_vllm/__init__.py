@@ -6,7 +6,7 @@ from typing import Any
 
 from stagetrace.plugin import Integration, activate
 
-from . import api_hooks, engine_hooks, worker_hooks
+from . import api_hooks, engine_hooks, environment, worker_hooks
 
 
 def _demo() -> Any:
@@ -23,6 +23,9 @@ INTEGRATION = Integration(
     hooks=(*api_hooks.GROUPS, *engine_hooks.GROUPS, *worker_hooks.GROUPS),
     demo=_demo,
     release=worker_hooks.release,
+    install=environment.INSTALL,
+    checks=environment.checks,
+    blind=environment.blind,
 )
 
 

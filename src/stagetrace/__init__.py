@@ -13,7 +13,13 @@ __version__ = "0.1.0"
 __all__ = ["flush", "instrument", "load", "status", "uninstrument"]
 
 
-def instrument(store: str | None = "stagetrace.db", store_max: int | None = None) -> None:
+def instrument(
+    store: str | None = "stagetrace.db",
+    store_max: int | None = None,
+    otlp: str | None = None,
+    prometheus: str | None = None,
+    sample: float | None = None,
+) -> None:
     """Record the engine that this process is about to build.
 
     Call it before the engine is built; the collector is started when that happens. Idempotent, and it never raises
@@ -22,10 +28,14 @@ def instrument(store: str | None = "stagetrace.db", store_max: int | None = None
     Args:
         store: file the collector writes (None: keep nothing).
         store_max: size in bytes at which the oldest requests are removed; 1 GiB when None.
+        otlp: URL that traces and metrics are exported to; ``OTEL_*`` are honoured with and without it.
+        prometheus: HOST:PORT at which metrics can be scraped.
+        sample: share of traces to export, 0 to 1; store and metrics see all requests.
     """
     from . import api
 
-    api.instrument({"store": store, "store_max": store_max})
+    asked = {"store": store, "store_max": store_max, "otlp": otlp, "prometheus": prometheus, "sample": sample}
+    api.instrument(asked)
 
 
 def status() -> dict[str, Any]:

@@ -9,6 +9,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from . import commands
+from .faults import Fault
+
 DEFAULT_STORE = Path("stagetrace.db")
 
 app = typer.Typer(
@@ -22,18 +25,24 @@ app = typer.Typer(
 StoreArgument = Annotated[Path, typer.Argument(metavar="[FILE]", help="A store; stagetrace.db if not given.")]
 
 
-class Fault(Exception):
-    """Unusable input: one line for the person, exit code 2."""
-
-
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="The server's command line.")],
     store: Annotated[Path, typer.Option(metavar="FILE", help="Where to keep what is recorded.")] = DEFAULT_STORE,
     no_store: Annotated[bool, typer.Option("--no-store", help="Keep nothing on disk.")] = False,
     store_max: Annotated[str, typer.Option(metavar="SIZE", help="Remove the oldest requests beyond this.")] = "1GiB",
+    otlp: Annotated[
+        str | None, typer.Option(metavar="URL", help="Export traces and metrics there (OTLP; port 4317: gRPC).")
+    ] = None,
+    prometheus: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Show metrics to Prometheus there.")
+    ] = None,
+    sample: Annotated[
+        float | None, typer.Option(metavar="RATIO", help="Export this share of traces; store and metrics see all.")
+    ] = None,
 ) -> None:
     """Run a server with every stage of its requests recorded; the exit code is the server's."""
+    from .exporting import Options
     from .store import parse_size
     from .supervise import run as supervise
 
@@ -41,7 +50,10 @@ def run(
         limit = parse_size(store_max)
     except ValueError as error:
         raise Fault(f"--store-max: {error}") from None
-    raise typer.Exit(supervise(command, None if no_store else store, limit))
+    if sample is not None and not 0 <= sample <= 1:
+        raise Fault(f"--sample {sample}: give a number from 0 to 1")
+    options = Options(otlp, prometheus, sample)
+    raise typer.Exit(supervise(command, None if no_store else store, limit, options))
 
 
 @app.command()
@@ -77,6 +89,21 @@ def stages(
 
 
 @app.command()
+def export(
+    file: StoreArgument = DEFAULT_STORE,
+    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="Such as otlp-json.")] = "otlp-json",
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="OUT", help="The file to write.")] = None,
+) -> None:
+    """Write the requests of a store in a format that other tools read."""
+    from .export import export as write
+
+    if out is None:
+        raise Fault("export: name the file to write: -o OUT")
+    count = write(file, form, out, lambda line: typer.echo(f"stagetrace: {line}", err=True))
+    typer.echo(f"{count} requests in {out}", err=True)
+
+
+@app.command()
 def demo(
     model: Annotated[
         Path | None, typer.Option(metavar="PATH", help="A model directory; a tiny one is made if not given.")
@@ -87,6 +114,11 @@ def demo(
     from .demo import run_demo
 
     raise typer.Exit(run_demo(model, store))
+
+
+app.command()(commands.numbers)
+app.command()(commands.load)
+app.command()(commands.doctor)
 
 
 @app.command()
@@ -127,6 +159,7 @@ def _set_paused(name: str | None, paused: bool) -> None:
 
 def main() -> None:
     """Entry point of ``stagetrace``."""
+    from .collect.sinks import ExportError
     from .session import SessionError
     from .store import StoreError
 
@@ -134,15 +167,15 @@ def main() -> None:
         code = app(prog_name="stagetrace", standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
-    except (Fault, StoreError, SessionError) as error:
+    except (Fault, StoreError, SessionError, ExportError) as error:
         _fail(str(error))
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
     except OSError as error:
         # Python would fail once more when it closes what cannot be written.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):  # whoever read our output has enough
-            sys.exit(0)
+        if isinstance(error, BrokenPipeError):  # whoever read our output has enough; as typer and rich end then
+            sys.exit(1)
         _fail(str(error))
     except Exception as error:
         _refuse(error)

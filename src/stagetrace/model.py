@@ -60,6 +60,11 @@ class RequestRecord:
     parent_span_id: str | None = None
     internal_id: str | None = None
     token_times_ms: list[float] = field(default_factory=list)
+    #: The caller's wish, where a trusted caller sent one.
+    caller_sampled: bool | None = None
+    #: Which engine core served it, and the front-end process that took it in.
+    engine: int | None = None
+    process: int | None = None
 
     def stage(self, key: str) -> StageRecord:
         """Return the stage named ``key``; KeyError if there is none."""

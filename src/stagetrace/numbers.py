@@ -1,27 +1,61 @@
-"""The numbers of a run: four timers and four gauges at p50, p95 and p99, and the facts that give them a meaning."""
+"""The numbers of a run: four timers and four gauges at p50, p95 and p99, and the facts that give them a meaning.
+
+All of it is of requests that were answered (``ok``), but for gauges, which are the engine's; how many others there
+were goes with it.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
-from .model import SCHEMA, RequestRecord
+from .model import SCHEMA, RequestRecord, StepRecord
 from .stages import STAGES
 from .stats import inter_token, percentile, quantiles, spread
 from .store import Trace
 
 Numbers = dict[str, Any]
+Root = list[RequestRecord]
+#: From here on the cache counts as full; in so many of the steps, with a queue, the run counts as saturated.
+FULL = 0.95
+SATURATED = 0.1
+
+
+@dataclass
+class Aside:
+    """What a person is told beside the document of ``numbers --json``."""
+
+    session: str | None = None
+    window_s: float | None = None
+    #: Requests that are not in the timers, by status.
+    others: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    #: Shares of the steps: cache full while requests wait; all slots taken while requests wait.
+    pinned: float = 0.0
+    no_slot: float = 0.0
+    #: The queue's mean depth in the first and in the last third of the pinned steps.
+    queue_from: float | None = None
+    queue_to: float | None = None
+    max_model_len: int | None = None
+    mean_tokens: float | None = None
+    #: Requests of the greatest length the model allows that the cache holds at once.
+    worst_case_fit: int | None = None
+
+    def left_out(self) -> str:
+        """How many requests are not in the timers, and why."""
+        parts = ", ".join(f"{count} {status}" for status, count in sorted(self.others.items()))
+        return f"{sum(self.others.values())} other requests are not in the timers: {parts}"
 
 
 def numbers(trace: Trace) -> Numbers:
-    """Compute the document of ``numbers --json`` (times in ms) from what ``trace`` holds."""
-    done = [r for r in trace.requests if r.status == "ok" and r.e2e_ms is not None]
+    """Compute the document of ``numbers --json`` (times in ms) from what ``trace`` holds: one session's."""
+    roots = _roots(trace)
+    done = [record for root in roots if _answered(root) for record in root]
     steps = trace.steps
-    usage = [step.kv_usage for step in steps]
-    waiting = [float(step.waiting) for step in steps]
-    batch = [float(step.batch_size) for step in steps]
     return {
         "schema": SCHEMA,
-        "context": _context(trace, done),
+        "context": _context(trace, [root for root in roots if _answered(root)], done),
         "timers": {
             "queue_ms": quantiles(r.queue_ms for r in done),
             "prefill_ms": quantiles(r.prefill_ms for r in done),
@@ -29,37 +63,80 @@ def numbers(trace: Trace) -> Numbers:
             "itl_ms": quantiles(gap for r in done for gap in inter_token(r.token_times_ms)),
         },
         "gauges": {
-            "kv_cache_utilization": spread(usage),
-            "queue_depth": spread(waiting),
-            "batch_size": spread(batch),
+            "kv_cache_utilization": spread([step.kv_usage for step in steps]),
+            "queue_depth": spread([float(step.waiting) for step in steps]),
+            "batch_size": spread([float(step.batch_size) for step in steps]),
             "preemptions": sum(r.preemptions for r in trace.requests),
         },
-        "saturated": _saturated(usage, waiting),
+        "saturated": len(_pinned(trace, done)) > len(steps) * SATURATED,
         "stages": _stages(done),
     }
 
 
-def _saturated(usage: list[float], waiting: list[float]) -> bool:
-    """KV pinned while requests wait: more than a tenth of the steps."""
-    pinned = sum(1 for u, w in zip(usage, waiting, strict=True) if u >= 0.95 and w > 0)
-    return bool(usage) and pinned > len(usage) / 10
+def aside(trace: Trace) -> Aside:
+    """What goes with :func:`numbers` of the same ``trace``."""
+    roots = _roots(trace)
+    done = [record for root in roots if _answered(root) for record in root]
+    config = _config(trace)
+    pinned, steps = _pinned(trace, done), trace.steps
+    longest, third = config.get("max_model_len"), len(pinned) // 3
+    lengths = [_length(r) for r in done]
+    return Aside(
+        session=trace.runs[-1].session if trace.runs else None,
+        window_s=_window_s([root for root in roots if _answered(root)]),
+        others=dict(Counter(_status(root) for root in roots if not _answered(root))),
+        steps=len(steps),
+        pinned=len(pinned) / len(steps) if steps else 0.0,
+        no_slot=sum(1 for s in steps if s.waiting and _slots_taken(s, config)) / len(steps) if steps else 0.0,
+        queue_from=_mean([float(s.waiting) for s in pinned[:third]]),
+        queue_to=_mean([float(s.waiting) for s in pinned[-third:]]) if third else None,
+        max_model_len=longest,
+        mean_tokens=_mean([float(length) for length in lengths]),
+        worst_case_fit=_fit(config, [longest]) if longest else None,
+    )
 
 
-def _context(trace: Trace, done: list[RequestRecord]) -> dict[str, Any]:
-    run = trace.runs[-1] if trace.runs else None
-    config = run.config if run else {}
-    starts = [r.start_unix_ns for r in done]
-    ends = [r.start_unix_ns + (r.e2e_ms or 0) * 1e6 for r in done]
-    window_s = (max(ends) - min(starts)) / 1e9 if done else 0.0
-    tokens = sum(r.output_tokens or 0 for r in done)
-    roots: dict[tuple[str, str], float] = {}
-    for r in done:  # the sequences of one request count once
-        root = r.trace_id, r.span_id
-        roots[root] = max(roots.get(root, 0.0), r.e2e_ms or 0.0)
-    busy_s = sum(roots.values()) / 1e3
+def _roots(trace: Trace) -> list[Root]:
+    """The records of each request: several where ``n`` > 1."""
+    found: dict[tuple[str, str], Root] = {}
+    for record in trace.requests:
+        found.setdefault((record.trace_id, record.span_id), []).append(record)
+    return list(found.values())
+
+
+def _answered(root: Root) -> bool:
+    return all(record.status == "ok" and record.e2e_ms is not None for record in root)
+
+
+def _status(root: Root) -> str:
+    return next((record.status for record in root if record.status != "ok"), "unfinished")
+
+
+def _e2e_ms(root: Root) -> float:
+    return max((record.e2e_ms or 0.0 for record in root), default=0.0)
+
+
+def _window_s(roots: list[Root]) -> float | None:
+    """From the first request's start to the last one's end."""
+    if not roots:
+        return None
+    first, last = (
+        f(root[0].start_unix_ns + ms * 1e6 for root in roots for ms in (0.0, _e2e_ms(root))) for f in (min, max)
+    )
+    return (last - first) / 1e9 or None
+
+
+def _config(trace: Trace) -> dict[str, Any]:
+    return trace.runs[-1].config if trace.runs else {}
+
+
+def _context(trace: Trace, roots: list[Root], done: list[RequestRecord]) -> dict[str, Any]:
+    run, config = trace.runs[-1] if trace.runs else None, _config(trace)
+    window_s = _window_s(roots)
+    tokens = sum(record.output_tokens or 0 for record in done)
     return {
         "request_rate": len(roots) / window_s if window_s else None,
-        "concurrency": busy_s / window_s if window_s else None,
+        "concurrency": sum(map(_e2e_ms, roots)) / 1e3 / window_s if window_s else None,
         "prefix_caching": _flag(config.get("prefix_caching")),
         "chunked_prefill": _flag(config.get("chunked_prefill")),
         "max_num_seqs": config.get("max_num_seqs"),
@@ -72,7 +149,7 @@ def _context(trace: Trace, done: list[RequestRecord]) -> dict[str, Any]:
         "output_tokens": quantiles(float(r.output_tokens) for r in done if r.output_tokens is not None),
         "output_tokens_per_s": tokens / window_s if window_s else None,
         "kv_blocks": config.get("kv_blocks"),
-        "requests_that_fit": _fit(config, done),
+        "requests_that_fit": _fit(config, [_length(r) for r in done]),
     }
 
 
@@ -80,14 +157,46 @@ def _flag(value: Any) -> bool | None:
     return None if value is None else bool(value)
 
 
-def _fit(config: dict[str, Any], done: list[RequestRecord]) -> int | None:
-    """How many requests of the lengths really seen (mean) the KV cache holds at once."""
+def _length(record: RequestRecord) -> int:
+    return (record.prompt_tokens or 0) + (record.output_tokens or 0)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _fit(config: dict[str, Any], lengths: list[int]) -> int | None:
+    """How many requests of these lengths (their mean) the KV cache holds at once, nothing shared."""
     blocks, size = config.get("kv_blocks"), config.get("block_size")
-    lengths = [(r.prompt_tokens or 0) + (r.output_tokens or 0) for r in done]
     if not blocks or not size or not lengths:
         return None
     each = sum(-(-length // size) for length in lengths) / len(lengths)
     return int(blocks / each) if each else None
+
+
+def _pinned(trace: Trace, done: list[RequestRecord]) -> list[StepRecord]:
+    """The steps in which requests waited for blocks: the cache full, or without room for one more prompt.
+
+    In the second case nothing else may explain the queue: there is a free slot, and the step has tokens to spare.
+    """
+    config = _config(trace)
+    blocks, size = config.get("kv_blocks"), config.get("block_size")
+    prompt = percentile([float(r.prompt_tokens) for r in done if r.prompt_tokens], 50)
+    budget = config.get("max_num_batched_tokens")
+    roomless = 1 - -(-prompt // size) / blocks if prompt and blocks and size else FULL
+
+    def waits(step: StepRecord) -> bool:
+        if not step.waiting or step.kv_usage >= FULL:
+            return bool(step.waiting)
+        spare = config.get("max_num_seqs") and budget and not _slots_taken(step, config) and step.tokens < budget
+        return bool(spare) and step.kv_usage > roomless
+
+    return [step for step in trace.steps if waits(step)]
+
+
+def _slots_taken(step: StepRecord, config: dict[str, Any]) -> bool:
+    slots = config.get("max_num_seqs")
+    return slots is not None and step.running >= int(slots)
 
 
 def _stages(done: list[RequestRecord]) -> dict[str, dict[str, float | None]]:

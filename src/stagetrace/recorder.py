@@ -30,6 +30,7 @@ CAPACITY = 1 << 15
 MAX_RINGS = 32
 
 log = logging.getLogger("stagetrace")
+_pack = marks.RECORD.pack_into
 
 
 class Ring:
@@ -38,6 +39,7 @@ class Ring:
     def __init__(self, path: Path, capacity: int, role: str) -> None:
         self.path = path
         self.capacity = capacity
+        self.mask = capacity - 1
         self.count = itertools.count(1)
         head = HEADER.pack(
             MAGIC, marks.RECORD_SIZE, capacity, os.getpid(), threading.get_native_id(), *anchor(),
@@ -125,9 +127,9 @@ class Recorder:
         if ring is None:
             return
         n = next(ring.count)
-        marks.RECORD.pack_into(
+        _pack(
             ring.buffer,
-            HEADER_BYTES + (n & (ring.capacity - 1)) * 64,
+            HEADER_BYTES + (n & ring.mask) * 64,
             n, t or now(), key, a, b, c, d, kind, n & 0xFFFFFFFF,
         )  # fmt: skip
 

@@ -33,6 +33,12 @@ class Integration:
     demo: Callable[[], Any]
     #: Called by ``uninstall``: whatever the plug-in attached outside the hook rows.
     release: Callable[[], None] = field(default=lambda: None)
+    #: How to install the engine, for whoever has none.
+    install: str = ""
+    #: For ``doctor``: what keeps a server started from here from being recorded at all, a line with its cure each.
+    checks: Callable[[], list[str]] = field(default=list)
+    #: For ``doctor``: stages that cannot be timed on this machine although their hooks are there, and why.
+    blind: Callable[[], dict[str, str]] = field(default=dict)
 
 
 @dataclass

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import session
-from .collect.loop import Collector, Sink
+from .collect import sinks
+from .collect.loop import Collector
 from .collect.sink import StoreSink, say
+from .exporting import Options, Sink
 from .store import StoreWriter
 
 FORWARDED = (
@@ -29,6 +31,7 @@ FROM_KEYBOARD = (signal.SIGINT, signal.SIGQUIT, signal.SIGWINCH, signal.SIGHUP)
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 #: After the server has ended, its children get this long to follow before the collector closes.
 LINGER_S = 3.0
+TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _SI_KERNEL = 0x80
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -118,14 +121,23 @@ class Supervisor:
             time.sleep(0.02)
 
 
-def run(command: list[str], store: Path | None, store_max: int) -> int:
-    """Run ``command`` under stagetrace; StoreError before it is started if ``store`` cannot be written."""
-    sink = StoreSink(StoreWriter(store, store_max), say) if store else None
+def run(command: list[str], store: Path | None, store_max: int, options: Options | None = None) -> int:
+    """Run ``command`` under stagetrace.
+
+    StoreError or ExportError before it is started if ``store`` cannot be written, or not be exported as asked.
+    """
     environment = dict(os.environ)
+    options = options or Options()
     with ExitStack() as stack:
+        # The store first: it is refused for what a look at the file tells, and nothing is listening yet.
+        sink = StoreSink(StoreWriter(store, store_max), say) if store else None
         if sink:
             stack.callback(_close_store, sink)
-        collector = _session(environment, [sink] if sink else [], stack)
+        exporting = sinks.build(options, os.environ, say)
+        for each in exporting:
+            stack.callback(each.close)
+        _withhold(environment)
+        collector = _session(environment, [*([sink] if sink else []), *exporting], options, stack)
         supervisor = Supervisor(command, collector, environment)
         code = supervisor.run()
         if supervisor.collector:
@@ -135,7 +147,13 @@ def run(command: list[str], store: Path | None, store_max: int) -> int:
     return code
 
 
-def _session(environment: dict[str, str], sinks: list[Sink], stack: ExitStack) -> Collector | None:
+def _withhold(environment: dict[str, str]) -> None:
+    """Engines start exporters of their own when they see this variable; it is meant for ours."""
+    if environment.pop(TRACES_ENDPOINT, None):
+        say(f"{TRACES_ENDPOINT} is for stagetrace's export and withheld from the command, which may act on it itself")
+
+
+def _session(environment: dict[str, str], into: list[Sink], options: Options, stack: ExitStack) -> Collector | None:
     """Make the session and name it in ``environment``; what is to be undone goes on ``stack``."""
     # Of another `stagetrace run`, around this one: that one would record us.
     environment.pop(session.ENV, None)
@@ -148,7 +166,7 @@ def _session(environment: dict[str, str], sinks: list[Sink], stack: ExitStack) -
         say(f"{session.reason(error)}; serving goes on without recording")
         return None
     environment[session.ENV] = str(directory)
-    return Collector(directory, sinks)
+    return Collector(directory, into, options.health)
 
 
 def _settle(collector: Collector) -> None:

@@ -33,9 +33,7 @@ def live(request: pytest.FixtureRequest, starter: Starter, untraced: Untraced) -
 def all_measured(record: RequestRecord) -> None:
     """Twelve stages, once each, every applicable one measured."""
     assert violations(record) == []
-    assert {s.state for s in record.stages} <= {"measured", "not_applicable"}, [
-        (s.key, s.state) for s in record.stages
-    ]
+    assert {s.state for s in record.stages} <= {"measured", "not_applicable"}, [(s.key, s.state) for s in record.stages]
 
 
 def test_twelve_stages_and_the_same_answers(live: Live, untraced: Untraced) -> None:

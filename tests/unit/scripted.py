@@ -389,7 +389,7 @@ class Script:
             self._mark(ENGINE, t + 5 * US, marks.PREEMPT, seq.number)
             seq.computed, seq.state, seq.hold = 0, "waiting", seq.ask.out
             return 0
-        if seq.generated in seq.ask.skip and seq.generated not in seq.skipped:
+        if seq.ran and seq.generated in seq.ask.skip and seq.generated not in seq.skipped:
             seq.skipped.add(seq.generated)
             return 0
         need = seq.ask.prompt + seq.generated + seq.coming - seq.computed
@@ -473,14 +473,15 @@ class Script:
     def _update(self, step: Step, t: int) -> int:
         step.update = (t, t + 120 * US)
         got: list[tuple[Seq, int]] = []
-        for seq, tokens, _, whole in step.rows:
+        for seq, tokens, computed, whole in step.rows:
             seq.coming -= whole
             if seq.over or not whole:
                 continue
             if "prefill" not in seq.truth and not seq.generated:
                 self._first_token(seq, step)
-            new = self._draw(seq, tokens)
-            if tokens > 1 and seq.generated and self.drafts:
+            drafted = seq.generated > 0 and computed == seq.ask.prompt + seq.generated - 1 and tokens > 1
+            new = self._draw(tokens) if drafted else 1
+            if drafted:
                 if seq.state == "running":
                     seq.computed -= tokens - new  # the rejected drafts
                 if new != 1:
@@ -495,9 +496,8 @@ class Script:
             self._deliver(step, got)
         return step.update[1]
 
-    def _draw(self, seq: Seq, tokens: int) -> int:
-        if not self.drafts or not seq.generated or tokens == 1:
-            return 1
+    def _draw(self, tokens: int) -> int:
+        """How many tokens of a speculative step are accepted."""
         self._accepts += 1
         return min(self.accepted[self._accepts % len(self.accepted)], tokens)
 
@@ -594,7 +594,9 @@ class Script:
         ]
         for root in hit.values():
             root.sends = [t for t in root.sends if t <= at]
-            if root.sends:
+            if root.ask.kind in ("offline", "direct"):
+                self._end(root, max(at, root.seqs[-1].added) + MS, failed=1)
+            elif root.sends:
                 self._send(root, at + MS)
                 self._end(root, at + 2 * MS)
             else:

@@ -33,9 +33,14 @@ RECORDER = (
 # What an engine's processes never load, not even late, and not through another module.
 NOT_IN_ENGINES = (
     "stagetrace.assemble",
+    "stagetrace.canary",
     "stagetrace.cli",
     "stagetrace.collect",
+    "stagetrace.commands",
     "stagetrace.demo",
+    "stagetrace.doctor",
+    "stagetrace.loadgen",
+    "stagetrace.numbers",
     "stagetrace.report",
     "stagetrace.store",
     "stagetrace.supervise",

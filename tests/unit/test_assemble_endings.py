@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from stagetrace import marks
+from stagetrace.marks import Mark
 from stagetrace.model import RequestRecord
 from stagetrace.stages import BY_KEY, STAGES
 from tests.invariants import check_all
-from tests.unit.scripted import API, CORE, MS, US, WORKER, Ask, Script, kinds
+from tests.unit.scripted import API, CORE, MAIN, MS, US, WORKER, Ask, Script, kinds
 
 KEYS = [stage.key for stage in STAGES]
 
@@ -60,6 +61,16 @@ def test_cancelled_by_the_program_that_holds_the_engine() -> None:
     record = Script().run(Ask(kind="direct", output=90, abort_at=20 * MS)).records()[0]
     check_all([record])
     assert (record.status, record.finish_reason, record.active_stage) == ("aborted", "abort", "decode")
+
+
+def test_given_up_by_the_program_with_an_engine_that_is_gone() -> None:
+    script = Script(engine_dies=US).run(Ask(kind="direct", abort_at=2 * MS), Ask(at=3 * MS, kind="direct"))
+    script.written = [w for w in script.written if w[1][1] == API]
+    script.written.append((2 * MS, MAIN, Mark(2 * MS, marks.ABORTED, script.roots[0].seqs[0].number, 0, 0, 0, 0)))
+    records = script.records()
+    check_all(records)
+    assert [r.status for r in records] == ["aborted", "in_flight"]
+    assert records[0].active_stage == "admission" and records[0].queue_ms == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +242,46 @@ def test_the_marks_of_the_first_token_are_lost() -> None:
     assert record.ttft_kind == "streamed" and record.output_tokens == 6
     lost = [s.key for s in record.stages if s.state == "not_observable"]
     assert lost == ["embedding", "prefill", "lm_head", "sample", "detokenize"]
+
+
+def test_the_engines_bookkeeping_of_the_first_token_is_lost() -> None:
+    script = Script().run(Ask())
+    first = script.steps[0].number
+    record = script.records(drop=lambda mark: mark.kind == marks.UPDATE and mark.key == first)[0]
+    check_all([record])
+    assert record.stage("detokenize").state == record.stage("sample").state == "not_observable"
+    assert record.ttft_kind == "streamed" and len(record.token_times_ms) == 5
+    # Nobody saw it come back: the second token's return is not to pass for it.
+    script = Script().run(Ask(stream=False))
+    record = script.records(drop=lambda mark: mark.kind == marks.UPDATE and mark.key == first)[0]
+    check_all([record])
+    assert (record.ttft_ms, record.ttft_kind, record.stage("lm_head").state) == (None, None, "not_observable")
+
+
+def test_a_lost_change_of_the_batch_is_not_guessed() -> None:
+    """That twenty tokens were computed in one step does not say that there were as many in the next."""
+    record = Script().run(Ask()).records(drop=lambda mark: mark.kind == marks.JOIN and mark.b == 1)[0]
+    check_all([record])
+    assert record.stage("prefill").attributes["tokens"] == 20
+    assert (record.output_tokens, len(record.token_times_ms)) == (6, 1)
+
+
+def test_a_step_that_came_too_late_gives_no_token() -> None:
+    """Asynchronous scheduling composes one too many; that another one was lost does not make room for it."""
+    script = Script(depth=2).run(Ask(output=6))
+    lost = script.steps[2].number
+    record = script.records(drop=lambda mark: mark.kind == marks.UPDATE and mark.key == lost)[0]
+    check_all([record])
+    assert len(record.token_times_ms) == 5
+
+
+def test_readmission_after_an_eviction_is_no_admission() -> None:
+    script = Script().run(Ask(evict=(2,)), Ask(output=12))
+    first = min(t for t, _, mark in script.written if getattr(mark, "kind", 0) == marks.BLOCKS)
+    record = script.records(drop=lambda mark: mark.kind == marks.BLOCKS and mark.t == first)[0]
+    check_all([record])
+    assert [record.stage(key).state for key in ("admission", "kv_allocate")] == ["not_observable"] * 2
+    assert record.queue_ms is None and record.stage("prefill").state == "measured"
 
 
 def test_a_lost_last_send_is_no_earlier_end() -> None:

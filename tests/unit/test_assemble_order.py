@@ -50,6 +50,23 @@ def test_an_id_that_is_used_again_is_another_request(shuffle: int) -> None:
     assert {r.internal_id for r in records} == {"0_mine"}
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("lost", [marks.ADD, marks.ENQUEUE])
+def test_a_namesakes_marks_are_not_taken_for_ones_own(lost: int, order: tuple[int, ...]) -> None:
+    """The earlier request of that id has lost the mark that says it is another one."""
+    script = Script().run(*(Ask(at=i * 60 * MS, identifier="mine", output=3 + i) for i in range(2)))
+    assembler = script.assembler()
+    for pid in order:
+        for mark, writer in script.read(drop=lambda mark: mark.kind == lost and mark.t < 60 * MS):
+            if writer == pid:
+                assembler.take(mark, pid)
+    records = script.settle(assembler)
+    check_all(records)
+    assert records[1].output_tokens in ((4,) if lost == marks.ADD else (4, None))
+    admission = records[1].stage("admission")
+    assert admission.duration_ms == pytest.approx(0.22) or (lost, admission.duration_ms) == (marks.ENQUEUE, None)
+
+
 @pytest.mark.parametrize("shuffle", range(20))
 def test_an_id_used_again_before_the_engine_has_heard_of_the_stop_string(shuffle: int) -> None:
     first = Ask(identifier="mine", output=90, stop_at=3, stop_lag=2)

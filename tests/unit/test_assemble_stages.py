@@ -180,6 +180,24 @@ def test_an_embedding_outside_the_forward_is_none() -> None:
     assert records[0].stage("prefill").duration_ms == pytest.approx(2.8)
 
 
+def test_an_embedding_that_is_known_of_some_chunks_only_is_none() -> None:
+    script = Script(budget=16).run(Ask(prompt=50))
+    second = script.steps[1].number
+    record = script.records(drop=lambda mark: mark.kind == marks.EMBEDDING and mark.key == second)[0]
+    check_all([record], complete=True)
+    assert record.stage("embedding").state == "not_observable"
+    # It is a part of the prefill then.
+    assert record.stage("prefill").duration_ms == pytest.approx(4 * 2 + 50 * 0.04)
+
+
+def test_the_first_token_arrives_when_ttft_ends() -> None:
+    script = Script().run(Ask())
+    script.change(marks.FIRST_TEXT, lambda mark: mark._replace(t=mark.t - 700))
+    record = script.records()[0]
+    check_all([record], complete=True)
+    assert record.token_times_ms[0] == record.ttft_ms == pytest.approx(5.47 - 0.0007)
+
+
 def test_a_stream_without_any_text_still_ends() -> None:
     records = Script().run(Ask(silent=99)).records()
     check_all(records, complete=True)

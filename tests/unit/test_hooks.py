@@ -100,6 +100,10 @@ def spec(path: str, **given: Any) -> HookSpec:
     return HookSpec(f"{MINE}:{path}", **given)
 
 
+#: A hook with ``fail`` is wrapped in another way than one without.
+WATCHED: dict[bool, dict[str, Any]] = {True: {"fail": lambda *_: None}, False: {}}
+
+
 def fails(error: BaseException) -> Callable[..., Any]:
     def failing(*_: Any) -> Any:
         raise error
@@ -144,8 +148,9 @@ def test_their_exceptions_pass_as_they_are(hook: Hook, error: BaseException, wat
 
 
 @pytest.mark.parametrize("part", ["enter", "leave", "fail"])
-def test_our_exceptions_stay_ours(hook: Hook, part: str, caplog: pytest.LogCaptureFixture) -> None:
-    hook(spec("Host.plain", **{part: fails(ZeroDivisionError("ours"))}))
+@pytest.mark.parametrize("watched", [True, False])
+def test_our_exceptions_stay_ours(hook: Hook, part: str, watched: bool, caplog: pytest.LogCaptureFixture) -> None:
+    hook(spec("Host.plain", **{**WATCHED[watched], part: fails(ZeroDivisionError("ours"))}))
     host, theirs = Host(), ValueError("theirs")
     for number in range(1, 10):
         assert host.plain(1) == 1
@@ -163,11 +168,19 @@ def test_our_exceptions_stay_ours(hook: Hook, part: str, caplog: pytest.LogCaptu
 
 @pytest.mark.parametrize("part", ["enter", "leave", "fail"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), asyncio.CancelledError()])
-def test_what_ends_a_program_is_not_contained(hook: Hook, part: str, error: BaseException) -> None:
+@pytest.mark.parametrize("watched", [True, False])
+def test_what_ends_a_program_is_not_contained(hook: Hook, part: str, error: BaseException, watched: bool) -> None:
     """A Ctrl-C may arrive while our code runs. It is not ours to swallow."""
-    hook(spec("Host.plain", **{part: fails(error)}))
+    hook(spec("Host.plain", **{**WATCHED[watched], part: fails(error)}))
     with pytest.raises(type(error)):
         Host().plain(ValueError() if part == "fail" else 1)
+
+
+@pytest.mark.parametrize("part", ["enter", "leave", "fail"])
+def test_what_cancels_a_task_is_not_contained(hook: Hook, part: str) -> None:
+    hook(spec("Host.waits", awaits=True, **{part: fails(asyncio.CancelledError())}))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(Host().waits(ValueError() if part == "fail" else 1))
 
 
 def test_a_hook_that_keeps_failing_is_removed(hook: Hook, caplog: pytest.LogCaptureFixture) -> None:
@@ -215,21 +228,26 @@ def test_a_failing_replacement_is_none(hook: Hook) -> None:
     assert Host().plain(1) == 1
 
 
-def test_a_pause_skips_all_of_a_hook_but_not_those_that_must_run(hook: Hook) -> None:
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_pause_skips_all_of_a_hook_but_not_those_that_must_run(hook: Hook, watched: bool) -> None:
     seen: list[str] = []
     silent = {"enter": lambda host: seen.append("enter"), "leave": lambda *_: seen.append("leave")}
+    must = {"leave": lambda *_: seen.append("must"), "pausable": False}
     hook(
-        spec("Host.plain", **silent),
-        spec("Host.by_position", leave=lambda *_: seen.append("must"), pausable=False),
+        spec("Host.plain", **silent, **WATCHED[watched]),
+        spec("Host.by_position", **must, **WATCHED[watched]),
+        spec("Host.waits", **silent, awaits=True),
         paused=lambda: True,
     )
     assert Host().plain(1) == 1
+    assert asyncio.run(Host().waits(1)) == 1
     assert Host().by_position(1, 2) == 6
     assert seen == ["must"]
 
 
-def test_a_pause_that_cannot_be_found_out(hook: Hook) -> None:
-    hook(spec("Host.plain", enter=lambda host: None), paused=fails(ValueError()))
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_pause_that_cannot_be_found_out(hook: Hook, watched: bool) -> None:
+    hook(spec("Host.plain", enter=lambda host: None, **WATCHED[watched]), paused=fails(ValueError()))
     assert Host().plain(1) == 1
 
 

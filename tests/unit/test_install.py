@@ -392,6 +392,20 @@ def test_two_hooks_on_one_method_come_off_whole(engine: Engines) -> None:
     assert core.Scheduler.__dict__["schedule"].__wrapped__ is before
 
 
+def test_two_names_of_one_method_come_off_in_turn(engine: Engines) -> None:
+    """Newest first, or the older wrapper would be put back in the end."""
+    made = engine(core=CORE, api="from PACKAGE.core import Scheduler")
+    told = Told(made, (SCHEDULE,), ("api:Scheduler.schedule",))
+    core = made.load("core")
+    made.load("api")
+    before = core.Scheduler.__dict__["schedule"]
+    told.installer.install()
+    core.Scheduler().schedule(1)
+    assert len(told.calls) == 2
+    told.installer.uninstall()
+    assert core.Scheduler.__dict__["schedule"] is before
+
+
 def test_somebody_else_s_patch_on_top_stays(engine: Engines) -> None:
     made = engine(core=CORE)
     told = Told(made, (SCHEDULE,))

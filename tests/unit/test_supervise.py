@@ -280,10 +280,12 @@ if os.fork() == 0:
     if os.fork() == 0:
         while os.getppid() == parent:
             time.sleep(0.01)
-        os.write(writer, str(os.getpid()).encode())
+        os.write(writer, f"{os.getpid()} {os.getppid()}".encode())
     os._exit(0)
 os.wait()
-orphan = pathlib.Path("/proc", os.read(reader, 20).decode())
+orphan, parent = os.read(reader, 50).decode().split()
+assert int(parent) == os.getppid(), "it has become the supervisor's, not process 1's"
+orphan = pathlib.Path("/proc", orphan)
 until = time.monotonic() + 50
 while orphan.exists() and time.monotonic() < until:
     time.sleep(0.01)

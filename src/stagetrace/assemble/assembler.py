@@ -8,7 +8,7 @@ from .. import marks
 from ..marks import Mark, TextMark
 from ..model import RequestRecord, StepRecord
 from .book import Book, Root, Sequence
-from .case import CUT_SHORT, Case
+from .case import CUT_SHORT, Case, own
 from .periods import Periods
 from .record import record
 
@@ -94,21 +94,23 @@ class Assembler:
 
     def _end_direct(self, root: Root, now: int) -> None:
         """The caller's own code holds the request: it ends when the front end has processed its last output."""
-        last = 0
-        for sequence in root.sequences:
-            free, batches = sequence.free, self.book.outputs.get(root.pid)
-            if free is None:
-                return
-            ended: int | None = free.t
-            if sequence.stopped is not None:
-                ended = sequence.stopped
-            elif free.a not in CUT_SHORT:
-                ended = batches.after(free.t) if batches else None
-                if ended is None and now - free.t < GRACE_NS:
-                    return  # that mark may not be read yet
-            last = max(last, ended or free.t)
-        if last:
-            root.end = Mark(last, marks.END, root.number, 0, 0, 0, 0)
+        ends = [self._last_output(root, own(sequence), now) for sequence in root.sequences]
+        known = [end for end in ends if end is not None]
+        if known and len(known) == len(ends):
+            root.end = Mark(max(known), marks.END, root.number, 0, 0, 0, 0)
+
+    def _last_output(self, root: Root, sequence: Sequence, now: int) -> int | None:
+        """When the caller had the last of it, or had given it up; None while that is open."""
+        free = sequence.free
+        if free is None:  # the engine may never have had it, or be gone
+            given_up = sequence.aborted
+            return given_up if given_up is not None and now - given_up > GRACE_NS else None
+        if sequence.stopped is not None or free.a in CUT_SHORT:
+            return sequence.stopped or free.t
+        batches = self.book.outputs.get(root.pid)
+        processed = batches.after(free.t) if batches else None
+        # That mark may not be read yet.
+        return processed if processed is not None or now - free.t < GRACE_NS else free.t
 
 
 def _in_engine(sequence: Sequence) -> bool:

@@ -171,12 +171,12 @@ class Book:
     def _of_front_end(self, number: int) -> Sequence:
         """Whom a front-end mark is about: the last one it has handed over."""
         uses = self.sequences.get(number) or [self._new(number)]
-        return next((s for s in reversed(uses) if s.added is not None), uses[-1])
+        return max(uses, key=lambda s: s.added.t if s.added else -1) if len(uses) > 1 else uses[0]
 
     def _of_engine(self, number: int) -> Sequence:
         """Whom an engine mark is about: the last one it has put into its queue."""
         uses = self.sequences.get(number) or [self._new(number)]
-        return next((s for s in reversed(uses) if s.enqueued is not None), uses[-1])
+        return max(uses, key=lambda s: s.enqueued.t if s.enqueued else -1) if len(uses) > 1 else uses[0]
 
     def _text(self, mark: TextMark, pid: int) -> None:
         if mark.field == marks.ENGINE:
@@ -225,7 +225,7 @@ class Book:
     def _enqueue(self, mark: Mark, pid: int) -> None:
         # An id is used again only after its answer: whoever was handed over last before this is meant.
         uses = self.sequences.get(mark.key, ())
-        handed = next((s for s in reversed(uses) if s.added is not None and s.added.t <= mark.t), None)
+        handed = next((s for s in reversed(uses) if s.added and s.added.t <= mark.t), None)
         sequence = handed or next((s for s in uses if s.added is None), None)
         if sequence is None or sequence.enqueued is not None:
             sequence = self._new(mark.key)

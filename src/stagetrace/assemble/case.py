@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .. import marks
 from ..model import StepRecord
@@ -22,6 +22,8 @@ class Case:
     periods: Periods
     root: Root
     sequence: Sequence | None
+    #: Which of the call's sequences it is. Not what the engine calls it: of several prompts each has an index 0.
+    index: int = 0
     prompt: int = 0
     turns: list[Turn] = field(default_factory=list)
     chunks: list[Turn] = field(default_factory=list)
@@ -39,9 +41,11 @@ class Case:
         """Gather what is known of ``sequence``."""
         case = cls(book, periods, root, sequence)
         if sequence is not None:
+            case.index = next((i for i, s in enumerate(root.sequences) if s is sequence), 0)
+            case.sequence = sequence = own(sequence)
             case.prompt = sequence.added.b if sequence.added else 0
-            found = turns(book, sequence, case.prompt, case._delivered)
-            case.turns = [turn for turn in found if case.cut is None or turn.step.schedule_ns[1] <= case.cut]
+            window = sequence.added.t if sequence.added else 0, float("inf") if case.cut is None else case.cut
+            case.turns = turns(book, sequence, window, case._delivered)
             case.chunks = prefill(case.turns, case.prompt, sequence)
             case.first = first_token(case.turns, case.prompt)
         return case
@@ -113,3 +117,15 @@ class Case:
         if s.free is not None and s.stopped is None:
             return s.free.b
         return sum(turn.generated for turn in self.turns) if s.enqueued is not None else None
+
+
+def own(sequence: Sequence) -> Sequence:
+    """Without the engine's marks if some of them are older than it: where marks are lost, they can be a namesake's."""
+    s, added = sequence, sequence.added.t if sequence.added else 0
+    times = [*s.lookups[:1], *s.preempted[:1], *(m.t for m in (s.enqueued, s.free) if m is not None)]
+    if all(time >= added for time in times):
+        return s
+    return replace(Sequence(s.number), **{name: getattr(s, name) for name in _FRONT_END})
+
+
+_FRONT_END = ("root", "added", "internal_id", "sampling", "stopped", "aborted")

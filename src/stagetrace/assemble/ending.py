@@ -25,8 +25,9 @@ def status_of(case: Case, dead: bool, alive: Alive) -> tuple[str, str | None]:
         return "aborted", reason if case.completed is not None else "abort"
     if lost or case.failed or reason == "error":
         return "error", reason
-    if reason == "abort":
-        return "aborted", reason
+    given_up = root.direct and sequence is not None and sequence.aborted is not None and case.completed is None
+    if reason == "abort" or given_up:
+        return "aborted", "abort"
     if root.end is not None:
         return "ok", reason
     return "error" if dead else "in_flight", reason

@@ -24,18 +24,24 @@ class Turn:
     redo: bool
 
 
-def turns(book: Book, sequence: Sequence, prompt: int, delivered: Callable[[StepRecord], bool]) -> list[Turn]:
-    """Every step the sequence was scheduled in, in order.
+def turns(
+    book: Book, sequence: Sequence, window: tuple[int, float], delivered: Callable[[StepRecord], bool]
+) -> list[Turn]:
+    """Every step inside ``window`` that the sequence was scheduled in, in order.
 
     A step yields one token (or what TOKENS says), unless prompt positions are left after it, the request had ended
     before the step's output came in, or the front end was not interested any more (then ``delivered`` is false).
     """
     found: list[Turn] = []
     generated = 0
+    prompt = sequence.added.b if sequence.added else 0
     limit = sequence.free.b if sequence.free else None
+    until = min(window[1], sequence.free.t) if sequence.free else window[1]
     for step, tokens, computed, blocks in _scheduled(book, sequence):
-        if sequence.free is not None and step.schedule_ns[0] > sequence.free.t:
+        if step.schedule_ns[1] > until:
             break  # its LEAVE comes with the next step, which may not be read yet
+        if step.schedule_ns[1] < window[0]:
+            continue  # where marks are lost, a namesake's may be among these
         known = prompt + generated
         got = 0
         if computed + tokens >= known and step.update_ns is not None and not _over(sequence, step) and delivered(step):

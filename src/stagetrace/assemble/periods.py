@@ -59,7 +59,7 @@ class Periods:
         """Take up a step that is new or has changed; one without prefill is the yardstick for those with it."""
         for number in (step.step - 1, step.step, step.step + 1):
             self._splits.pop(number, None)
-        if not step.prefill_tokens and step.forward_ns and not step.device_async:
+        if not step.prefill_tokens and step.forward_ns:
             costs = self._plain.setdefault(step.engine, {})
             costs[step.step] = step.forward_ns[1] - step.forward_ns[0]
             if len(costs) > _YARDSTICKS:

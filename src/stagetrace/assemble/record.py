@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from .. import marks
 from ..model import RequestRecord, StageRecord
-from ..propagation import parse
+from ..propagation import Parent, parse
 from ..stats import inter_token, spread
 from .book import Root
 from .case import Case
@@ -33,13 +34,8 @@ def record(case: Case, anchor: tuple[int, int], dead: bool, alive: Alive) -> Req
     active = settle(case, rows, status)
     tokens = deliveries(case)
     times = [_ms(root, time) for _, time in tokens]
-    parent, trace = _parent(root)
     made = RequestRecord(
-        request_id=root.texts.get(marks.EXTERNAL_ID, ""),
-        external_id=root.texts.get(marks.CLIENT_ID),
-        trace_id=trace,
-        operation=marks.OPERATIONS.get(root.operation, "unknown"),
-        model=case.book.settings.get("model"),
+        **_identity(case),
         status=status,
         finish_reason=reason,
         active_stage=active,
@@ -57,12 +53,8 @@ def record(case: Case, anchor: tuple[int, int], dead: bool, alive: Alive) -> Req
         coverage_ttft=None,
         unattributed_ms=None,
         preemptions=len(sequence.preempted) if sequence else 0,
-        # Not the index the engine gives: a call with several prompts has one of each for every prompt.
-        sequence=next((i for i, s in enumerate(root.sequences) if s is sequence), 0),
+        sequence=case.index,
         stages=rows,
-        span_id=f"{root.number:016x}",
-        parent_span_id=parent,
-        internal_id=sequence.internal_id if sequence else None,
         token_times_ms=times,
     )
     made.stage("teardown").attributes["finish_reason"] = reason
@@ -72,6 +64,24 @@ def record(case: Case, anchor: tuple[int, int], dead: bool, alive: Alive) -> Req
         decode.attributes |= {"itl_ms": dict(made.itl_ms), "emit_lag_ms": lag}
     _attribute(made)
     return made
+
+
+def _identity(case: Case) -> dict[str, Any]:
+    """Who asked what of whom."""
+    root, sequence, caller = case.root, case.sequence, _caller(case.root)
+    return {
+        "request_id": root.texts.get(marks.EXTERNAL_ID, ""),
+        "external_id": root.texts.get(marks.CLIENT_ID),
+        "internal_id": sequence.internal_id if sequence else None,
+        "trace_id": caller.trace_id if caller else root.trace_id,
+        "span_id": f"{root.number:016x}",
+        "parent_span_id": caller.span_id if caller else None,
+        "caller_sampled": caller.sampled if caller else None,
+        "operation": marks.OPERATIONS.get(root.operation, "unknown"),
+        "model": case.book.settings.get("model"),
+        "engine": sequence.joins[0][0] >> 32 if sequence and sequence.joins else None,
+        "process": root.pid,
+    }
 
 
 def _ms(root: Root, time: int) -> float:
@@ -123,9 +133,8 @@ def _prefill_ms(rows: list[StageRecord]) -> float | None:
     return extent_ms(prefill, rows)
 
 
-def _parent(root: Root) -> tuple[str | None, str]:
-    """(parent span id, trace id): the caller's where its traceparent is sound and trusted, else our own."""
-    caller = parse(root.texts.get(marks.TRACEPARENT, ""))
-    if caller is None or os.environ.get("STAGETRACE_TRUST_TRACEPARENT") == "0":
-        return None, root.trace_id
-    return caller.span_id, caller.trace_id
+def _caller(root: Root) -> Parent | None:
+    """The caller's span where its traceparent is sound and trusted."""
+    if os.environ.get("STAGETRACE_TRUST_TRACEPARENT") == "0":
+        return None
+    return parse(root.texts.get(marks.TRACEPARENT, ""))

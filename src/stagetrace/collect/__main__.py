@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 from .. import session
+from ..exporting import Options, Sink
 from ..store import StoreError, StoreWriter
-from .loop import Collector, Sink
+from .loop import Collector
 from .sink import StoreSink, say
+from .sinks import ExportError, build
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,6 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--store")
     parser.add_argument("--store-max", type=int, default=1 << 30)
+    parser.add_argument("--otlp")
+    parser.add_argument("--prometheus")
+    parser.add_argument("--sample", type=float)
     options = parser.parse_args(arguments)
     try:
         directory = session.check(options.directory)
@@ -34,9 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
     # Both are meant for the server; this process ends by itself once the server has.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sink = _store(options.store, options.store_max)
-    sinks: list[Sink] = [sink] if sink else []
-    collector = Collector(directory, sinks)
+    asked = Options(options.otlp, options.prometheus, options.sample)
+    store = _store(options.store, options.store_max)
+    sinks: list[Sink] = [*([store] if store else []), *_exporters(asked)]
+    collector = Collector(directory, sinks, asked.health)
     try:
         _collect(collector, parent)
         collector.close()
@@ -44,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"recording has ended ({type(error).__name__}: {error}); serving goes on")
         return 70
     finally:
-        if sink:
+        for sink in reversed(sinks):
             sink.close()
         shutil.rmtree(directory, ignore_errors=True)
         os.close(lock)
@@ -59,6 +65,15 @@ def _store(path: str | None, max_bytes: int) -> StoreSink | None:
     except StoreError as error:
         say(f"{error}; nothing will be stored")
         return None
+
+
+def _exporters(asked: Options) -> list[Sink]:
+    """The engine is being built already: what cannot be exported is said, and the rest goes on."""
+    try:
+        return build(asked, os.environ, say)
+    except ExportError as error:
+        say(f"{error}; nothing will be exported")
+        return []
 
 
 def _collect(collector: Collector, parent: int) -> None:

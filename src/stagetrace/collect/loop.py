@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from .. import session
 from ..assemble import Assembler
-from ..model import RequestRecord, RunRecord, StepRecord
+from ..exporting import Health, Sink
+from ..model import RequestRecord, RunRecord
 from ..rings import Ring, open_ring
 
 #: How often the records of running requests are renewed in the store, and liveness is looked at.
@@ -23,21 +25,13 @@ _NUMBER = re.compile("-?[0-9]{1,18}")
 log = logging.getLogger("stagetrace")
 
 
-class Sink(Protocol):
-    """Where records go (the store; exporters later). Must not raise for what it can count instead."""
-
-    def run(self, run: RunRecord) -> None: ...
-    def requests(self, records: list[RequestRecord]) -> None: ...
-    def steps(self, records: list[StepRecord]) -> None: ...
-    def flush(self) -> None: ...
-
-
 class Collector:
     """Reads the session ``directory`` into ``sinks``; :meth:`poll` whenever there is time, :meth:`close` at the end."""
 
-    def __init__(self, directory: Path, sinks: list[Sink]) -> None:
+    def __init__(self, directory: Path, sinks: list[Sink], health: Health | None = None) -> None:
         self.directory = directory
         self.sinks = sinks
+        self.health = health or Health()
         self.assembler = Assembler(self._alive)
         self.rings: dict[str, Ring] = {}
         self.requests = 0
@@ -48,6 +42,7 @@ class Collector:
         self._snapshot_at = 0
         self._settings: dict[str, str] | None = None
         self._flushed = ""
+        self._hooks = "{}"
 
     def poll(self) -> int:
         """Read what is new; return the number of marks, so that the owner knows how busy it is."""
@@ -110,7 +105,9 @@ class Collector:
         if snapshot or closing:
             self._snapshot_at = now
             self._bury()
+            self._tell_hooks()
             self.assembler.forget(now)
+            self._take_stock()
         steps = self.assembler.steps()
         done = self.assembler.finished(now, closing)
         self.requests += len(done)
@@ -128,6 +125,14 @@ class Collector:
             self._flushed = asked
             with suppress(OSError):  # a full tmpfs: who asked will not wait for ever
                 session.write(self.directory / session.FLUSHED, asked)
+
+    def _tell_hooks(self) -> None:
+        """Leave what is known of the hooks where `doctor` finds it."""
+        told = json.dumps(self.assembler.book.hooks)
+        if told != self._hooks:
+            self._hooks = told
+            with suppress(OSError):
+                session.write(self.directory / session.HOOKS, told)
 
     def _flush_asked(self) -> str:
         """The stamp of a `flush` request that has not been answered yet; empty if there is none."""
@@ -153,6 +158,13 @@ class Collector:
                     with suppress(OSError):
                         ring.path.unlink()
             self._dead.add(pid)
+
+    def _take_stock(self) -> None:
+        """Bring up to date what exporters say of ourselves."""
+        self.health.marks_dropped = self.lost()
+        fates = [fate for hooks in self.assembler.book.hooks.values() for fate in hooks.items()]
+        failing = Counter(hook for hook, state in fates if state.startswith(("failing", "removed")))
+        self.health.hook_errors.update(failing - self.health.hook_errors)
 
     def _put_away(self, name: str) -> None:
         ring = self.rings.pop(name)

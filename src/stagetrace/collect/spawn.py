@@ -16,8 +16,7 @@ def spawn(directory: Path, options: dict[str, Any]) -> subprocess.Popen[bytes]:
     of its own: schedulers weigh sessions against each other, and the collector would starve beside a busy engine.
     """
     command = [sys.executable, "-m", "stagetrace.collect", str(directory)]
-    if options.get("store"):
-        command += ["--store", str(options["store"])]
-    if options.get("store_max"):
-        command += ["--store-max", str(options["store_max"])]
+    for name in ("store", "store_max", "otlp", "prometheus", "sample"):
+        if options.get(name) not in (None, ""):
+            command.append(f"--{name.replace('_', '-')}={options[name]}")
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=os.setpgrp)

@@ -37,10 +37,10 @@ class Kind:
 
 
 KINDS = (
-    Kind("cold", "cold: about 2,000 prompt tokens, nothing cached, 300 output tokens", 5, 1, 2000, 300, 100),
-    Kind("warm", "warm: the same prompts again, served from the prefix cache", 5, 1, 2000, 300, 100),
-    Kind("loaded", "loaded: one of a burst of 24 that has to queue", 24, 24, 2000, 100, 200),
-    Kind("short", "short: about 2,000 prompt tokens, 20 output tokens", 9, 1, 2000, 20, 300),
+    Kind("cold", "cold: 2,000 prompt tokens, none cached, 300 output tokens", 5, 1, 2000, 300, 100),
+    Kind("warm", "warm: the same prompts again, from the prefix cache", 5, 1, 2000, 300, 100),
+    Kind("loaded", "loaded: one of 24 at once, 100 output tokens each", 24, 24, 2000, 100, 200),
+    Kind("short", "short: 2,000 prompt tokens, none cached, 20 output tokens", 9, 1, 2000, 20, 300),
 )
 
 
@@ -117,7 +117,7 @@ def _report(ids: dict[str, list[str]], began: int, store: Path, console: Console
         if record is None or len(records) != kind.count:
             return _fail(f"{store} holds {len(records)} of {kind.count} {kind.key} requests; run the demo again")
         chosen[kind.key] = record
-        console.print(stopwatch(record, f"{kind.title} (the median of {kind.count})", reference_shares(kind.key)))
+        console.print(stopwatch(record, f"{kind.title} (median of {kind.count})", reference_shares(kind.key)))
     console.print(Text("What to see", style="bold"))
     for line in lessons(chosen):
         console.print(f"  {line}", highlight=False)

@@ -70,16 +70,41 @@ def wrapper(
 
     if spec.awaits:
         return _awaiting(guard, entered, left, raised)
-    return _calling(guard, entered, left, raised, catches=spec.fail is not None)
+    if spec.fail is not None:
+        return _watching(guard, entered, left, raised)
+    return _calling(spec, pick, guard, paused)
 
 
-def _calling(guard: Guard, entered: Any, left: Any, raised: Any, catches: bool) -> Wrapper:
+def _calling(spec: HookSpec, pick: Any, guard: Guard, paused: Callable[[], bool]) -> Wrapper:
+    """``entered`` and ``left`` written out: this is what an engine's every step runs through, and finds cold."""
+    enter, leave, takes, pausable, replaces = spec.enter, spec.leave, spec.takes, spec.pausable, spec.replaces
+
     def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if guard.off:
             return wrapped(*args, **kwargs)
-        state = entered(instance, args, kwargs)
-        return left(state, instance, wrapped(*args, **kwargs))
+        state = None
+        try:
+            if pausable and paused():
+                state = _FAILED
+            elif enter is not None:
+                state = enter(instance, *pick(args, kwargs)) if takes else enter(instance)
+        except Exception as error:
+            guard.failed(error)
+            state = _FAILED
+        result = wrapped(*args, **kwargs)
+        if leave is None or state is _FAILED:
+            return result
+        try:
+            ours = leave(state, instance, result)
+        except Exception as error:
+            guard.failed(error)
+            return result
+        return ours if replaces else result
 
+    return call
+
+
+def _watching(guard: Guard, entered: Any, left: Any, raised: Any) -> Wrapper:
     def call_and_watch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if guard.off:
             return wrapped(*args, **kwargs)
@@ -91,7 +116,7 @@ def _calling(guard: Guard, entered: Any, left: Any, raised: Any, catches: bool) 
             raise
         return left(state, instance, result)
 
-    return call_and_watch if catches else call
+    return call_and_watch
 
 
 def _awaiting(guard: Guard, entered: Any, left: Any, raised: Any) -> Wrapper:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from ..model import RequestRecord, StageRecord
@@ -18,7 +18,11 @@ REFERENCE_MS = {
     "embedding": 0.1, "prefill": 86.4, "lm_head": 0.1, "sample": 0.2, "detokenize": 0.2, "decode": 1794.0,
     "teardown": 0.1,
 }  # fmt: skip
+#: From this width on the facts stand beside the figures, else below them.
+WIDE = 140
 _BAR = 24
+_INDENT = 4
+_ASCII = str.maketrans({"█": "#", "…": "~", "→": ">", "—": "-"})
 
 
 def reference_shares(kind: str) -> dict[str, float]:
@@ -35,67 +39,138 @@ def reference_shares(kind: str) -> dict[str, float]:
     return {key: ms / total for key, ms in values.items()}
 
 
-def stopwatch(record: RequestRecord, title: str, reference: Mapping[str, float] | None = None) -> RenderableType:
+def stopwatch(record: RequestRecord, title: str, reference: Mapping[str, float] | None = None) -> Stopwatch:
     """The twelve rows of ``record``, with the shares of ``reference`` beside its own when given."""
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=None, pad_edge=False)
-    for name, right in (("#", True), ("stage", False), ("start ms", True), ("ms", True), ("share", True)):
-        table.add_column(name, justify="right" if right else "left", no_wrap=True)
-    if reference:
-        table.add_column("reference", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("facts", overflow="fold", style="dim")
-    for row in record.stages:
-        table.add_row(*_cells(row, record.e2e_ms, reference))
-    return Group(table, Text(summary(record)), Text(""))
+    return Stopwatch(record, title, reference)
 
 
-def _cells(row: StageRecord, e2e: float | None, reference: Mapping[str, float] | None) -> list[str]:
-    share = row.duration_ms / e2e if row.duration_ms is not None and e2e else None
-    cells = [
-        str(row.number), row.key,
-        f"{row.start_ms:,.2f}" if row.start_ms is not None else "",
-        f"{row.duration_ms:,.3f}" if row.duration_ms is not None else row.state,
-        f"{share:.1%}" if share is not None else "",
-    ]  # fmt: skip
-    if reference:
-        cells.append(f"{reference[row.key]:.1%}")
-    cells.append("█" * round(share * _BAR) if share else "")
-    cells.append(facts(row))
-    return cells
+@dataclass
+class Stopwatch:
+    """What :func:`stopwatch` makes; it fits itself to the terminal it is printed on."""
+
+    record: RequestRecord
+    title: str
+    reference: Mapping[str, float] | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.lines(options.max_width):
+            line.no_wrap = True
+            line.truncate(options.max_width, overflow="ellipsis")
+            if options.ascii_only:
+                line.plain = line.plain.translate(_ASCII)
+            yield line
+
+    def lines(self, width: int) -> Iterator[Text]:
+        """The title, a header, a line or more for each stage, the summary, and an empty line."""
+        for line in _wrapped(Text(self.title), width, 0):
+            yield Text(line.plain, style="bold")
+        rows = [self._cells(row) for row in self.record.stages]
+        header = ["#", "stage", "start (ms)", "time (ms)", "share (%)"]
+        header += ["ref (%)"] if self.reference else []
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        bar = min(_BAR, max(width - sum(widths) - 2 * len(widths), 0))
+        yield Text(_aligned(header, widths), style="bold")
+        for stage, cells in zip(self.record.stages, rows, strict=True):
+            text = _aligned(cells, widths) + "  " + self._bar(stage, bar)
+            yield from _with_facts(text, facts(stage), sum(widths) + 2 * len(widths) + bar + 2, width)
+        for part in summary(self.record):
+            yield from _wrapped(Text(part), width, 0)
+        yield Text("")
+
+    def _cells(self, row: StageRecord) -> list[str]:
+        share = self._share(row)
+        cells = [
+            str(row.number), row.key,
+            f"{row.start_ms:,.2f}" if row.start_ms is not None else "",
+            f"{row.duration_ms:,.3f}" if row.duration_ms is not None else row.state,
+            f"{share:.1%}"[:-1] if share is not None else "",
+        ]  # fmt: skip
+        if self.reference:
+            cells.append(f"{self.reference[row.key]:.1%}"[:-1])
+        return cells
+
+    def _share(self, row: StageRecord) -> float | None:
+        whole = self.record.e2e_ms
+        return row.duration_ms / whole if row.duration_ms is not None and whole else None
+
+    def _bar(self, row: StageRecord, width: int) -> str:
+        return "█" * min(round((self._share(row) or 0.0) * width), width)
 
 
-def facts(row: StageRecord) -> str:
-    """A stage's facts in a line; what is unknown is left out."""
-    shown = (*BY_KEY[row.key].facts,)
-    parts = [_fact(key, row.attributes[key]) for key in shown if row.attributes.get(key) is not None]
-    return " ".join(part for part in parts if part)
+def _aligned(cells: list[str], widths: list[int]) -> str:
+    """The cells in columns: the stage's name to the left, numbers to the right."""
+    columns = zip(cells, widths, strict=True)
+    return "  ".join(cell.ljust(w) if index == 1 else cell.rjust(w) for index, (cell, w) in enumerate(columns))
+
+
+def _with_facts(line: str, parts: list[str], column: int, width: int) -> Iterator[Text]:
+    """A stage's line and its facts: beside it where there is room, else below it, each part in a line of its own."""
+    if width < WIDE:
+        yield Text(line.rstrip())
+        for part in parts:
+            yield Text(" " * _INDENT + part, style="dim")
+        return
+    beside = list(_wrapped(Text("   ".join(parts)), width, column))
+    yield Text.assemble(line.ljust(column), (beside[0].plain[column:], "dim"))
+    for more in beside[1:]:
+        yield Text(more.plain, style="dim")
+
+
+def _wrapped(text: Text, width: int, column: int) -> Iterator[Text]:
+    """``text`` in lines from ``column`` on, broken between words."""
+    line = ""
+    for word in text.plain.split(" "):
+        if line and column + len(line) + 1 + len(word) > width:
+            yield Text(" " * column + line)
+            line = ""
+        line = f"{line} {word}" if line else word
+    yield Text(" " * column + line)
+
+
+def facts(row: StageRecord) -> list[str]:
+    """A stage's facts in a line, and each breakdown of its time in another; what is unknown is left out."""
+    known = [(key, row.attributes[key]) for key in BY_KEY[row.key].facts if row.attributes.get(key) is not None]
+    plain = " ".join(_fact(key, value) for key, value in known if not isinstance(value, dict))
+    if row.attributes.get("interrupted"):
+        plain = f"interrupted {plain}".rstrip()
+    broken = [_breakdown(key, value) for key, value in known if isinstance(value, dict)]
+    return [part for part in (plain, *broken) if part]
 
 
 def _fact(key: str, value: Any) -> str:
-    if isinstance(value, dict):
-        kept = {k: v for k, v in value.items() if v and v >= 0.005}
-        return " ".join(f"{k}={v:,.1f}" for k, v in sorted(kept.items(), key=lambda item: -item[1]))
-    if isinstance(value, float):
-        return f"{key}={value:,.2f}"
-    return f"{key}={value}"
+    return f"{key}={value:,.2f}" if isinstance(value, float) else f"{key}={value}"
 
 
-def summary(record: RequestRecord) -> str:
-    """Timers, tokens and coverage of a request in two lines."""
+def _breakdown(key: str, value: dict[str, float | None]) -> str:
+    """Parts of a time, the largest first; percentiles in their own order."""
+    kept = [(k, v) for k, v in value.items() if v is not None and v >= 0.005]
+    if "p50" not in value:
+        kept.sort(key=lambda item: -item[1])
+    return f"{key}: " + " ".join(f"{k}={v:,.2f}" for k, v in kept) if kept else ""
+
+
+def summary(record: RequestRecord) -> list[str]:
+    """Timers, tokens and coverage of a request, a line each."""
     itl = record.itl_ms
-    timers = [
-        f"e2e {_ms(record.e2e_ms)}", f"TTFT {_ms(record.ttft_ms)} ({record.ttft_kind or 'none'})",
-        f"queue {_ms(record.queue_ms)}", f"prefill {_ms(record.prefill_ms)}",
-        f"ITL p50 {_ms(itl.get('p50'))} p95 {_ms(itl.get('p95'))} p99 {_ms(itl.get('p99'))}",
-    ]  # fmt: skip
     gaps = sorted(record.gaps_ms.items(), key=lambda item: -item[1])[:3]
     named = ", ".join(f"{name} {_ms(ms)}" for name, ms in gaps if ms >= 0.005)
     covered = "unknown" if record.coverage is None else f"{record.coverage:.1%}"
     ending = f"{record.status}{f' in {record.active_stage}' if record.active_stage else ''}"
-    tokens = f"{record.prompt_tokens} prompt tokens ({record.cached_tokens or 0} cached) → {record.output_tokens}"
-    rest = f"unattributed {_ms(record.unattributed_ms)}{f' ({named})' if named else ''}"
-    return "   ".join(timers) + f"\n   {ending} ({record.finish_reason}); {tokens}; coverage {covered}; {rest}"
+    cached = "unknown" if record.cached_tokens is None else record.cached_tokens
+    return [
+        f"e2e {_ms(record.e2e_ms)}, TTFT {_ms(record.ttft_ms)} ({record.ttft_kind or 'none'}), "
+        f"queue {_ms(record.queue_ms)}, prefill {_ms(record.prefill_ms)}",
+        f"ITL p50 {_ms(itl.get('p50'))}, p95 {_ms(itl.get('p95'))}, p99 {_ms(itl.get('p99'))}, "
+        f"max {_ms(itl.get('max'))}",
+        f"{ending} ({record.finish_reason or 'no finish reason'}): {_n(record.prompt_tokens)} prompt tokens "
+        f"({cached} cached) → {_n(record.output_tokens)} output tokens",
+        f"coverage {covered}, unattributed {_ms(record.unattributed_ms)}{f' ({named})' if named else ''}",
+    ]
 
 
 def _ms(value: float | None) -> str:
     return "—" if value is None else f"{value:,.2f} ms"
+
+
+def _n(value: int | None) -> str:
+    return "—" if value is None else f"{value:,}"

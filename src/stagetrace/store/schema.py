@@ -30,7 +30,8 @@ CREATE TABLE requests (
     e2e_ms REAL, ttft_ms REAL, ttft_kind TEXT, queue_ms REAL, prefill_ms REAL, itl_ms TEXT NOT NULL,
     coverage REAL, coverage_ttft REAL, unattributed_ms REAL, preemptions INTEGER NOT NULL,
     sequence INTEGER NOT NULL, gaps_ms TEXT NOT NULL,
-    span_id TEXT NOT NULL, parent_span_id TEXT, internal_id TEXT
+    span_id TEXT NOT NULL, parent_span_id TEXT, internal_id TEXT,
+    caller_sampled INTEGER, engine INTEGER, process INTEGER
 );
 CREATE INDEX requests_by_identity ON requests (trace_id, span_id, sequence);
 CREATE INDEX requests_by_start ON requests (start_unix_ns);
@@ -162,7 +163,10 @@ def run_of(row: Row) -> RunRecord:
 
 def request_of(row: Row) -> RequestRecord:
     """Return the record of a row of ``GET_REQUESTS`` less its id; its stages come from another table."""
-    return RequestRecord(**_cells(_REQUEST_FIELDS, row), stages=[])
+    cells = _cells(_REQUEST_FIELDS, row)
+    sampled = cells["caller_sampled"]
+    cells["caller_sampled"] = None if sampled is None else bool(sampled)
+    return RequestRecord(**cells, stages=[])
 
 
 def _cells(names: tuple[str, ...], row: Row) -> dict[str, Any]:

@@ -1,0 +1,115 @@
+"""The core's instruments in a private MeterProvider, read and sent by the official SDK now and then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from opentelemetry.context import Context
+from opentelemetry.metrics import Observation
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
+
+from stagetrace.exporting import (
+    INSTRUMENTS,
+    Engines,
+    Health,
+    Instrument,
+    RequestRecord,
+    StepRecord,
+    of_requests,
+    of_steps,
+)
+from stagetrace.exporting import Observation as Seen
+
+from .settings import Signal
+
+#: Our labels under the conventions' names, where they have one.
+_NAMES = {"model": "gen_ai.request.model", "operation": "gen_ai.operation.name", "error": "error.type"}
+
+
+class Metrics:
+    """Takes what calls and steps say; the reader's own thread sends it."""
+
+    def __init__(self, signal: Signal, resource: Resource, health: Health) -> None:
+        views = [
+            View(instrument_name=each.name, aggregation=ExplicitBucketHistogramAggregation(each.buckets))
+            for each in INSTRUMENTS.values()
+            if each.buckets
+        ]
+        # Interval and timeout are the reader's to find: OTEL_METRIC_EXPORT_INTERVAL, OTEL_METRIC_EXPORT_TIMEOUT.
+        reader = PeriodicExportingMetricReader(metric_exporter(signal))
+        self._provider = MeterProvider([reader], resource, shutdown_on_exit=False, views=views)
+        self._health = health
+        self._meter = self._provider.get_meter("stagetrace")
+        self._instruments = {each.name: self._make(each) for each in INSTRUMENTS.values()}
+
+    def call(self, records: Sequence[RequestRecord], engines: Engines, exported: bool) -> None:
+        """Record a call that is over; only a trace that was exported can be an example."""
+        for seen in of_requests(records, engines):
+            self._record(seen, exported)
+
+    def steps(self, records: Iterable[StepRecord], engines: Engines) -> None:
+        """Record engine steps."""
+        for seen in of_steps(records, engines):
+            self._record(seen, False)
+
+    def close(self) -> None:
+        """Send a last time; may take as long as the endpoint does."""
+        self._provider.shutdown(timeout_millis=2500)
+
+    def _record(self, seen: Seen, exported: bool) -> None:
+        kind = INSTRUMENTS[seen.name].kind
+        instrument = self._instruments[seen.name]
+        labels = {_NAMES.get(name, name): value for name, value in seen.labels.items() if value}
+        context = _context(seen.example) if seen.example and exported else Context()
+        if kind == "histogram":
+            instrument.record(seen.value, labels, context)
+        elif kind == "gauge":
+            instrument.set(seen.value, labels, context)
+        else:
+            instrument.add(round(seen.value), labels, context)
+
+    def _make(self, each: Instrument) -> Any:
+        about = {"name": each.name, "unit": each.unit, "description": each.description}
+        if each.health:
+            return self._meter.create_observable_counter(callbacks=[lambda _: self._counts(each)], **about)
+        return getattr(self._meter, f"create_{each.kind}")(**about)
+
+    def _counts(self, each: Instrument) -> list[Observation]:
+        kept = getattr(self._health, each.health)
+        if not each.labels:
+            return [Observation(kept)]
+        (label,) = each.labels
+        return [Observation(count, {label: key}) for key, count in sorted(kept.items())]
+
+
+def _context(record: RequestRecord) -> Context:
+    span = SpanContext(int(record.trace_id, 16), int(record.span_id, 16), False, TraceFlags(TraceFlags.SAMPLED))
+    return set_span_in_context(NonRecordingSpan(span), Context())
+
+
+def metric_exporter(signal: Signal) -> MetricExporter:
+    """The official exporter for ``signal``."""
+    if signal.protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as OverGrpc
+
+        return OverGrpc(endpoint=signal.endpoint, compression=no_compression("METRICS"))
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as OverHttp
+
+    return OverHttp(endpoint=signal.endpoint)
+
+
+def no_compression(signal: str) -> Any:
+    """What the official gRPC exporters are told where the environment says "none", which they do not know."""
+    names = (f"OTEL_EXPORTER_OTLP_{signal}_COMPRESSION", "OTEL_EXPORTER_OTLP_COMPRESSION")
+    value = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    if value.strip().lower() != "none":
+        return None
+    from grpc import Compression
+
+    return Compression.NoCompression

@@ -1,0 +1,152 @@
+"""A bounded queue and one thread in front of an exporter: a bad endpoint costs traces (counted) and no more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+from stagetrace.exporting import Say
+
+#: Bytes per message, as estimated by :func:`weight`: well below the 4 MiB that a gRPC receiver takes.
+BATCH_BYTES = 2 << 20
+
+
+class Pipeline:
+    """Takes whole traces; drops the oldest when full. ``sent`` and ``dropped`` (by reason) count spans."""
+
+    def __init__(
+        self,
+        exporter: SpanExporter,
+        say: Say,
+        dropped: Counter[str],
+        queue_spans: int = 16_384,
+        batch_spans: int = 512,
+        delay_s: float = 1.0,
+    ) -> None:
+        self.sent = 0
+        self.dropped = dropped
+        self._exporter = exporter
+        self._say = say
+        self._room = queue_spans
+        self._batch = batch_spans
+        self._delay_s = delay_s
+        self._queue: deque[Sequence[ReadableSpan]] = deque()
+        self._held = 0
+        #: Spans taken out of the queue whose fate is not known yet.
+        self._away = 0
+        self._wake = threading.Condition()
+        self._hurry = self._closing = self._over = self._complained = False
+        # Started only now, in the collector: never in an engine's process.
+        threading.Thread(target=self._work, name="stagetrace-otlp", daemon=True).start()
+
+    @property
+    def held(self) -> int:
+        """Spans that wait."""
+        return self._held
+
+    def put(self, spans: Sequence[ReadableSpan]) -> None:
+        """Queue one trace; never waits for the endpoint."""
+        with self._wake:
+            if self._closing:
+                self.dropped["shutdown"] += len(spans)
+                return
+            self._queue.append(spans)
+            self._held += len(spans)
+            while self._held > self._room:
+                oldest = self._queue.popleft()
+                self._held -= len(oldest)
+                self.dropped["queue_full"] += len(oldest)
+            if self._held >= self._batch:
+                self._wake.notify_all()
+
+    def hurry(self) -> None:
+        """Send what is queued without waiting for more; returns at once."""
+        with self._wake:
+            self._hurry = True
+            self._wake.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """Send what is queued, for at most ``timeout_s``; the rest is counted as dropped."""
+        until = time.monotonic() + timeout_s
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+            while (self._away or self._queue) and (left := until - time.monotonic()) > 0:
+                self._wake.wait(left)
+            if left_over := self._held + self._away:
+                self.dropped["shutdown"] += left_over
+            self._over = True
+            self._queue.clear()
+            self._held = self._away = 0
+        # It may hang in a connection of its own; nobody waits for that.
+        threading.Thread(target=self._exporter.shutdown, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._held >= self._batch or self._hurry or self._closing, self._delay_s)
+                self._hurry = False
+                if self._closing and not self._queue:
+                    return
+                taken = self._take()
+                self._away = len(taken)
+            for message in messages(taken, self._batch):
+                self._export(message)
+
+    def _take(self) -> list[ReadableSpan]:
+        taken: list[ReadableSpan] = []
+        while self._queue and (not taken or len(taken) + len(self._queue[0]) <= self._batch):
+            taken.extend(self._queue.popleft())
+        self._held -= len(taken)
+        return taken
+
+    def _export(self, message: list[ReadableSpan]) -> None:
+        reason = "refused"
+        try:
+            accepted = self._exporter.export(message) is SpanExportResult.SUCCESS
+        except Exception as error:  # ours to survive, whatever an exporter raises
+            accepted, reason = False, type(error).__name__
+        with self._wake:
+            if self._over:  # close() has given it up, and counted it
+                return
+            self._away -= len(message)
+            if accepted:
+                self.sent += len(message)
+            else:
+                self.dropped[reason] += len(message)
+            self._wake.notify_all()
+        if not accepted and not self._complained:
+            self._complained = True
+            self._say(f"the OTLP endpoint did not take {len(message)} spans; serving goes on, drops are counted")
+
+
+def messages(spans: Sequence[ReadableSpan], most: int) -> Iterator[list[ReadableSpan]]:
+    """``spans`` in portions of at most ``most`` spans and ``BATCH_BYTES``, each at least one span."""
+    portion: list[ReadableSpan] = []
+    size = 0
+    for span in spans:
+        weighs = weight(span)
+        if portion and (len(portion) == most or size + weighs > BATCH_BYTES):
+            yield portion
+            portion, size = [], 0
+        portion.append(span)
+        size += weighs
+    if portion:
+        yield portion
+
+
+def weight(span: ReadableSpan) -> int:
+    """An upper estimate of what a span takes on the wire."""
+    size = 200 + len(span.name) * 4
+    for attributes in (span.attributes or {}, *(event.attributes or {} for event in span.events)):
+        size += 30
+        for key, value in attributes.items():
+            size += 24 + len(key) + 4 * (len(value) if isinstance(value, str) else 0)
+            if isinstance(value, list | tuple):
+                size += sum(16 + 4 * len(str(each)) for each in value)
+    return size

@@ -1,0 +1,115 @@
+"""What is exported where, from ``--otlp`` and ``OTEL_*``. Nothing heavy is imported here: most runs export nothing.
+
+Endpoints, headers, timeouts, compression and certificates that come from the environment are read by the official
+exporters themselves; they are not repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+from stagetrace.exporting import Options, Say
+
+from .policy import Policy
+
+PROTOCOLS = ("grpc", "http/protobuf")
+_GRPC_PORT = 4317
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Where traces or metrics go. ``endpoint`` None: the official exporter finds it in the environment."""
+
+    protocol: str
+    endpoint: str | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything the sink needs; at least one of ``traces`` and ``metrics`` is there."""
+
+    policy: Policy
+    traces: Signal | None
+    metrics: Signal | None
+    queue_spans: int
+    batch_spans: int
+    delay_s: float
+
+
+def read(options: Options, environment: Mapping[str, str], say: Say) -> Settings | None:
+    """None where nothing is to be exported; ValueError with one line for what cannot be used."""
+    env = {name: value.strip() for name, value in environment.items() if value.strip()}
+    url = None if options.otlp is None else _url(options.otlp)
+    if env.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        if url:
+            say("OTEL_SDK_DISABLED=true: nothing is exported, --otlp or not")
+        return None
+    traces, metrics = (_signal(name, url, env, say) for name in ("TRACES", "METRICS"))
+    if traces is None and metrics is None:
+        return None
+    return Settings(
+        Policy(env, options.sample),
+        traces,
+        metrics,
+        queue_spans=_whole(env, "OTEL_BSP_MAX_QUEUE_SIZE", 16_384),
+        batch_spans=_whole(env, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512),
+        delay_s=_whole(env, "OTEL_BSP_SCHEDULE_DELAY", 1000) / 1e3,
+    )
+
+
+def _signal(name: str, url: SplitResult | None, env: Mapping[str, str], say: Say) -> Signal | None:
+    """Where ``name`` (TRACES, METRICS) goes, if anywhere."""
+    chosen = env.get(f"OTEL_{name}_EXPORTER", "").lower()
+    if chosen and "otlp" not in chosen.split(","):
+        if url:
+            say(f"OTEL_{name}_EXPORTER={chosen}: no {name.lower()} are exported, --otlp or not")
+        return None
+    places = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{name}_ENDPOINT")
+    if url is None and not chosen and not any(place in env for place in places):
+        return None
+    protocol = _protocol(name, url, env)
+    return Signal(protocol, None if url is None else _endpoint(url, protocol, name.lower()))
+
+
+def _protocol(name: str, url: SplitResult | None, env: Mapping[str, str]) -> str:
+    for variable in (f"OTEL_EXPORTER_OTLP_{name}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if variable in env:
+            if env[variable] not in PROTOCOLS:
+                raise ValueError(f"{variable}={env[variable]} cannot be used: give grpc or http/protobuf")
+            return env[variable]
+    plain = url is not None and url.port == _GRPC_PORT and url.path in ("", "/")
+    return "grpc" if plain else "http/protobuf"
+
+
+def _url(text: str) -> SplitResult:
+    """The parts of ``--otlp``; ValueError for what no request can be sent to."""
+    fault = f"--otlp {text}: not a URL such as http://localhost:4318 or http://localhost:4317 (gRPC)"
+    try:
+        url = urlsplit(text)
+        usable = url.scheme in ("http", "https") and url.hostname and url.port != 0 and text.isprintable()
+    except ValueError:
+        usable = False
+    if not usable or " " in text or url.query or url.fragment:
+        raise ValueError(fault)
+    return url
+
+
+def _endpoint(url: SplitResult, protocol: str, signal: str) -> str:
+    """A base URL gets the signal's path, as ``OTEL_EXPORTER_OTLP_ENDPOINT`` does; a whole one is taken as it is."""
+    if protocol == "grpc":
+        return f"{url.scheme}://{url.netloc}"
+    path = url.path.rstrip("/")
+    for known in ("traces", "metrics"):
+        path = path.removesuffix(f"/v1/{known}")
+    return f"{url.scheme}://{url.netloc}{path}/v1/{signal}"
+
+
+def _whole(env: Mapping[str, str], name: str, otherwise: int) -> int:
+    text = env.get(name)
+    if text is None:
+        return otherwise
+    if not text.isdecimal() or not 0 < int(text) < 1 << 31:
+        raise ValueError(f"{name}={text} is not a whole number above 0")
+    return int(text)

@@ -1,0 +1,113 @@
+"""The sink: finished calls become traces and metrics, on their way to the endpoint without anybody waiting for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace.export import SpanExporter
+
+from stagetrace.exporting import Engines, Health, RequestRecord, RunRecord, Say, StepRecord, finished
+
+from . import spans
+from .metrics import Metrics, no_compression
+from .pipeline import Pipeline
+from .settings import Settings, Signal
+
+#: What closing may take, whatever the endpoint does.
+CLOSE_S = 2.8
+
+
+class OtlpSink:
+    """See :class:`stagetrace.exporting.Sink`."""
+
+    def __init__(self, settings: Settings, health: Health, say: Say) -> None:
+        # The official exporters write lines of their own for every failure, with tracebacks; ours says it once.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        self._policy = settings.policy
+        self._health = health
+        self._say = say
+        self._engines = Engines()
+        self._provider: str | None = None
+        # Made once: it draws an id for this instance.
+        self._base = Resource.create({})
+        self._resource = resource_of(None, self._base)
+        self._metrics_to = settings.metrics
+        self._metrics: Metrics | None = None
+        self.pipeline: Pipeline | None = None
+        if settings.traces:
+            self.pipeline = Pipeline(
+                span_exporter(settings.traces), say, health.spans_dropped,
+                settings.queue_spans, settings.batch_spans, settings.delay_s,
+            )  # fmt: skip
+
+    def run(self, run: RunRecord) -> None:
+        """Note whose records these are."""
+        self._provider = run.engine
+        self._engines.model = run.model or ""
+        self._resource = resource_of(run, self._base)
+
+    def requests(self, records: list[RequestRecord]) -> None:
+        """Export the calls that are over."""
+        for call in finished(records):
+            exported = self.pipeline is not None and self._policy.exports(call)
+            if self.pipeline and exported:
+                made = spans.trace(call, self._resource, self._provider)
+                self.pipeline.put(made)
+            if metrics := self._ready():
+                metrics.call(call, self._engines, exported)
+
+    def steps(self, records: list[StepRecord]) -> None:
+        """Count what the engine did."""
+        if metrics := self._ready():
+            metrics.steps(records, self._engines)
+
+    def flush(self) -> None:
+        """Have what is queued sent soon; nobody waits for it."""
+        if self.pipeline:
+            self.pipeline.hurry()
+
+    def close(self) -> None:
+        """Send what there is, within three seconds."""
+        until = time.monotonic() + CLOSE_S
+        last = threading.Thread(target=self._metrics.close, daemon=True) if self._metrics else None
+        if last:
+            last.start()
+        if self.pipeline:
+            self.pipeline.close(until - time.monotonic())
+        if last:
+            last.join(max(until - time.monotonic(), 0.05))
+        if dropped := self._health.spans_dropped.total():
+            reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self._health.spans_dropped.items()))
+            self._say(f"{dropped} spans were not exported ({reasons})")
+
+    def _ready(self) -> Metrics | None:
+        """The metrics, once it is known what they are about."""
+        if self._metrics is None and self._metrics_to is not None:
+            self._metrics = Metrics(self._metrics_to, self._resource, self._health)
+        return self._metrics
+
+
+def resource_of(run: RunRecord | None, found: Resource) -> Resource:
+    """``found`` is what ``OTEL_SERVICE_NAME`` and ``OTEL_RESOURCE_ATTRIBUTES`` say; the engine where they do not."""
+    more: dict[str, str] = {}
+    if str(found.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
+        more[SERVICE_NAME] = (run.engine if run else None) or "stagetrace"
+    if run and run.engine:
+        more["stagetrace.engine.name"] = run.engine
+        if run.engine_version:
+            more["stagetrace.engine.version"] = run.engine_version
+    return found.merge(Resource(more))
+
+
+def span_exporter(signal: Signal) -> SpanExporter:
+    """The official exporter for ``signal``."""
+    if signal.protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as OverGrpc
+
+        return OverGrpc(endpoint=signal.endpoint, compression=no_compression("TRACES"))
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as OverHttp
+
+    return OverHttp(endpoint=signal.endpoint)

@@ -1,0 +1,139 @@
+"""One span through the official OTLP exporter, to see whether anything listens where traces are to go."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+LIMIT_S = 3.0
+_TRACES = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
+_ALL = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+
+
+class Canary(NamedTuple):
+    """What became of it. ``endpoint`` is None where none is configured; ``fault`` is a line with the cure."""
+
+    sent: int = 0
+    failed: int = 0
+    endpoint: str | None = None
+    fault: str | None = None
+
+
+def fly(otlp: str | None = None) -> Canary:
+    """Send it to ``otlp``, or to where the environment says; at most :data:`LIMIT_S` are spent on it."""
+    try:
+        origin, endpoint = _endpoint(otlp)
+        parts = urlsplit(endpoint or "")
+        grpc = endpoint is not None and _grpc(origin, endpoint)
+    except ValueError:  # a port that is no number
+        origin, endpoint, parts, grpc = "the OTLP endpoint", otlp or "", urlsplit(""), False
+    if endpoint is None:
+        return Canary()
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return _failed(endpoint, f"{origin} {endpoint}: not an address; write it as http://HOST:4318")
+    said = _Said()
+    if _send(endpoint, grpc, said):
+        return Canary(1, 0, endpoint)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    why = _unreachable(parts.hostname, port) or said.why() or "no answer in time"
+    cure = f"start a collector there, or correct {origin}"
+    return _failed(endpoint, f"{origin}: no span arrives at {endpoint} ({why}); {cure}")
+
+
+def _failed(endpoint: str, fault: str) -> Canary:
+    return Canary(0, 1, endpoint, fault)
+
+
+def _endpoint(otlp: str | None) -> tuple[str, str | None]:
+    """What names it, and where to: the whole address for HTTP, whose general endpoint is the base of a path."""
+    off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if off or "otlp" not in (os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"):
+        return "", None
+    if not otlp and os.environ.get(_TRACES):
+        return _TRACES, os.environ[_TRACES]
+    origin, base = ("--otlp", otlp) if otlp else (_ALL, os.environ.get(_ALL))
+    if not base or _grpc(origin, base):
+        return origin, base or None
+    return origin, base.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
+
+
+def _grpc(origin: str, endpoint: str) -> bool:
+    """As the exporter decides it: by the environment, else by the usual port of a plain ``--otlp``."""
+    protocol = next((os.environ[name] for name in _PROTOCOLS if os.environ.get(name)), "")
+    parts = urlsplit(endpoint)
+    return protocol == "grpc" if protocol else origin == "--otlp" and parts.port == 4317 and parts.path in ("", "/")
+
+
+def _send(endpoint: str, grpc: bool, said: _Said) -> bool:
+    """Whether it arrived."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExportResult
+
+    # Of our own: the environment's globals are the host's.
+    provider = TracerProvider(resource=Resource.create({"service.name": "stagetrace"}), shutdown_on_exit=False)
+    span = provider.get_tracer("stagetrace").start_span("stagetrace.canary")
+    span.end()
+    assert isinstance(span, ReadableSpan)
+    results: list[bool] = []
+
+    def work() -> None:
+        try:
+            results.append(_exporter(endpoint, grpc).export([span]) is SpanExportResult.SUCCESS)
+        except Exception as error:  # whatever an exporter makes of a strange address
+            said.lines.append(f"{type(error).__name__}: {error}")
+            results.append(False)
+
+    logger = logging.getLogger("opentelemetry")
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(said)
+    try:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(LIMIT_S)
+        return bool(results) and results[0]
+    finally:
+        logger.removeHandler(said)
+        logger.propagate = propagate
+
+
+def _exporter(endpoint: str, grpc: bool) -> SpanExporter:
+    if grpc:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc
+
+        return Grpc(endpoint=endpoint, insecure=urlsplit(endpoint).scheme == "http", timeout=LIMIT_S)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http
+
+    return Http(endpoint=endpoint, timeout=LIMIT_S)
+
+
+def _unreachable(host: str, port: int) -> str:
+    """Why there is no connection, in the system's few words; empty if there is one."""
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+class _Said(logging.Handler):
+    """What the exporter says in its log: it returns no reason."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def why(self) -> str:
+        """The first line, in one line and not for ever."""
+        return " ".join(self.lines[0].split())[:200] if self.lines else ""

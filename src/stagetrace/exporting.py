@@ -1,0 +1,98 @@
+"""What an exporter is written against: this module, and nothing else of stagetrace.
+
+An exporter is registered in the entry-point group ``stagetrace.exporters`` as an :class:`Exporter`. It runs in the
+collector, never in an engine's process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .metrics import INSTRUMENTS, Engines, Instrument, Observation, of_requests, of_steps
+from .model import RequestRecord, RunRecord, StageRecord, StepRecord
+from .stats import inter_token, percentile
+
+__all__ = [
+    "INSTRUMENTS",
+    "Engines",
+    "Exporter",
+    "Health",
+    "Instrument",
+    "Observation",
+    "Options",
+    "RequestRecord",
+    "RunRecord",
+    "Say",
+    "Sink",
+    "StageRecord",
+    "StepRecord",
+    "finished",
+    "inter_token",
+    "of_requests",
+    "of_steps",
+    "percentile",
+]
+
+#: Prints one line for the person at the terminal.
+Say = Callable[[str], None]
+
+
+class Sink(Protocol):
+    """Where records go. Must not raise for what it can count instead, and never wait for anybody's network.
+
+    ``requests`` gets snapshots of running requests, too, with the status ``in_flight``.
+    """
+
+    def run(self, run: RunRecord) -> None: ...
+    def requests(self, records: list[RequestRecord]) -> None: ...
+    def steps(self, records: list[StepRecord]) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class Health:
+    """What stagetrace counts about itself, over the life of a collector. The collector and exporters write it."""
+
+    marks_dropped: int = 0
+    #: Spans that were made and did not get out, by reason.
+    spans_dropped: Counter[str] = field(default_factory=Counter)
+    #: Processes in which a hook failed, by hook.
+    hook_errors: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Options:
+    """What was asked for on the command line, or of ``instrument``."""
+
+    otlp: str | None = None
+    prometheus: str | None = None
+    sample: float | None = None
+    health: Health = field(default_factory=Health)
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """An entry point of ``stagetrace.exporters``.
+
+    ``make`` returns None where neither options nor environment ask for it, and raises ValueError with one line for
+    what cannot be done. ``formats`` are for ``stagetrace export``: name → what turns records into the file's lines.
+    """
+
+    name: str
+    make: Callable[[Options, Mapping[str, str], Say], Sink | None] = lambda options, environment, say: None
+    formats: Mapping[str, Callable[[Iterable[RequestRecord], RunRecord | None], Iterator[str]]] = field(
+        default_factory=dict
+    )
+
+
+def finished(records: Iterable[RequestRecord]) -> list[list[RequestRecord]]:
+    """The calls among ``records`` that are over, each with its sequences in order."""
+    calls: dict[tuple[str, str], list[RequestRecord]] = {}
+    for record in records:
+        if record.status != "in_flight":
+            calls.setdefault((record.trace_id, record.span_id), []).append(record)
+    return [sorted(call, key=lambda record: record.sequence) for call in calls.values()]

@@ -1,0 +1,72 @@
+"""What running servers say of their hooks, from their session directories."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import marks, session
+from .marks import TextMark
+from .rings import open_ring
+
+#: From harmless to worst, by the first word of a state.
+_ORDER = ("waiting", "installed", "failing", "refused:", "removed")
+
+
+@dataclass
+class Server:
+    """A live session. ``states`` has the worst that any of its processes says of each hook."""
+
+    name: str
+    processes: int
+    paused: bool
+    states: dict[str, str]
+
+    def words(self) -> str:
+        """One line for a person."""
+        installed = sum(state == "installed" for state in self.states.values())
+        bad = [target for target, state in self.states.items() if badness(state) > 1]
+        said = f", {len(bad)} in trouble ({', '.join(bad)})" if bad else ""
+        paused = "; paused (`stagetrace resume` goes on)" if self.paused else ""
+        return f"running: {self.name}, {self.processes} processes record, {installed} hooks installed{said}{paused}"
+
+
+def badness(state: str) -> int:
+    """How far from in order a hook is."""
+    word = state.partition(" ")[0]
+    return _ORDER.index(word) if word in _ORDER else 0
+
+
+def servers() -> list[Server]:
+    """Every live session of this user."""
+    return [_server(directory) for directory in session.live()]
+
+
+def _server(directory: Path) -> Server:
+    hooks = _told(directory)
+    pids = set()
+    for path in directory.glob("ring-*"):
+        ring = open_ring(path)
+        if ring is None:
+            continue
+        pids.add(ring.pid)
+        for mark in ring.read():
+            if isinstance(mark, TextMark) and mark.field == marks.HOOK:
+                target, _, state = mark.text.partition(" ")
+                hooks.setdefault(str(ring.pid), {})[target] = state
+        ring.close()
+    states: dict[str, str] = {}
+    for of_process in hooks.values():
+        for target, state in of_process.items():
+            states[target] = max(state, states.get(target, "waiting"), key=badness)
+    return Server(directory.name, len(pids), (directory / session.PAUSED).exists(), states)
+
+
+def _told(directory: Path) -> dict[str, dict[str, str]]:
+    """What the collector has noted: a busy server's rings have long been written over."""
+    with suppress(OSError, ValueError, AttributeError):
+        noted = json.loads((directory / session.HOOKS).read_text(encoding="ascii"))
+        return {str(pid): {str(k): str(v) for k, v in states.items()} for pid, states in noted.items()}
+    return {}

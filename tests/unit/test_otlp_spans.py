@@ -1,0 +1,192 @@
+"""From records to spans on the wire: what is there, where it hangs, when it was, and how large it may get."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
+
+from stagetrace.model import RequestRecord, RunRecord
+from stagetrace.stages import BY_KEY, STAGES
+from stagetrace_otlp import lines, spans
+from stagetrace_otlp.pipeline import BATCH_BYTES, messages, weight
+from tests.receivers import attributes, check_rules, spans_of
+from tests.unit.scripted import MS, Ask, Script
+
+RESOURCE = Resource({"service.name": "paper"})
+CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+def sent(records: list[RequestRecord]) -> list[Any]:
+    """The spans of one call, as a receiver decodes them; every rule holds."""
+    message = encode_spans(spans.trace(records, RESOURCE, "paper"))
+    check_rules([message])
+    return list(spans_of([message]))
+
+
+def one(*asks: Ask, **more: Any) -> list[RequestRecord]:
+    return Script(**more).run(*asks).records()
+
+
+def test_a_call_is_a_root_and_twelve_stages_with_the_times_of_the_record() -> None:
+    (record,) = one(Ask(output=6))
+    root, *stages = sent([record])
+    assert root.name == "chat tiny" and root.kind == 2 and not root.parent_span_id
+    assert root.trace_id.hex() == record.trace_id and root.span_id.hex() == record.span_id
+    assert root.start_time_unix_nano == record.start_unix_ns
+    assert record.e2e_ms is not None
+    assert root.end_time_unix_nano - root.start_time_unix_nano == round(record.e2e_ms * 1e6)
+    assert [span.name for span in stages] == [stage.key for stage in STAGES]
+    for span in stages:
+        row = record.stage(span.name)
+        assert row.start_ms is not None and row.duration_ms is not None
+        assert span.parent_span_id == root.span_id
+        assert span.start_time_unix_nano == record.start_unix_ns + round(row.start_ms * 1e6)
+        assert attributes(span)["stagetrace.duration_ms"] == row.duration_ms
+        assert attributes(span)["stagetrace.stage.number"] == BY_KEY[span.name].number
+        took = span.end_time_unix_nano - span.start_time_unix_nano
+        assert span.name == "prefill" or abs(took - row.duration_ms * 1e6) <= 1
+
+
+def test_the_root_says_what_the_conventions_have_a_name_for() -> None:
+    (record,) = one(Ask(prompt=20, output=6, cached=16))
+    found = attributes(sent([record])[0])
+    assert found["gen_ai.operation.name"] == "chat" and found["gen_ai.provider.name"] == "paper"
+    assert found["gen_ai.request.model"] == found["gen_ai.response.model"] == "tiny"
+    assert found["gen_ai.usage.input_tokens"] == 20 and found["gen_ai.usage.output_tokens"] == 6
+    assert found["gen_ai.usage.cache_read.input_tokens"] == 16
+    assert found["gen_ai.response.id"] == record.request_id
+    assert found["gen_ai.request.temperature"] == pytest.approx(0.7)
+    assert [v.string_value for v in found["gen_ai.response.finish_reasons"].values] == ["length"]
+    assert found["stagetrace.ttft_ms"] == record.ttft_ms and found["stagetrace.coverage"] == record.coverage
+    known = {
+        "gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model", "gen_ai.response.model",
+        "gen_ai.response.id", "gen_ai.response.finish_reasons", "gen_ai.usage.input_tokens",
+        "gen_ai.usage.output_tokens", "gen_ai.usage.cache_read.input_tokens", "gen_ai.request.temperature",
+        "gen_ai.request.top_p", "gen_ai.request.top_k", "gen_ai.request.max_tokens", "http.route", "error.type",
+    }  # fmt: skip
+    assert {name for name in found if not name.startswith("stagetrace.")} <= known
+
+
+def test_the_prefill_span_reaches_from_its_first_chunk_to_its_last() -> None:
+    (record,) = [r for r in one(Ask(prompt=200), Ask(prompt=40, at=1), budget=64) if r.prompt_tokens == 200]
+    span = next(span for span in sent([record]) if span.name == "prefill")
+    assert record.prefill_ms is not None and attributes(span)["stagetrace.chunks"] > 1
+    assert span.end_time_unix_nano - span.start_time_unix_nano == pytest.approx(record.prefill_ms * 1e6, abs=2)
+
+
+def test_the_caller_s_span_is_the_root_s_parent() -> None:
+    (record,) = one(Ask(traceparent=CALLER))
+    root, *rest = sent([record])
+    assert root.trace_id.hex() == "a" * 32 and root.parent_span_id.hex() == "b" * 16
+    assert {span.trace_id.hex() for span in rest} == {"a" * 32}
+    assert record.caller_sampled is True
+
+
+def test_the_slowest_tokens_are_events_of_the_decode_span() -> None:
+    (record,) = one(Ask(output=20, slower=2 * MS))
+    decode = next(span for span in sent([record]) if span.name == "decode")
+    gaps = [b - a for a, b in zip(record.token_times_ms, record.token_times_ms[1:], strict=False)]
+    worst = sorted(range(len(gaps)), key=lambda at: -gaps[at])[: spans.SLOW_TOKENS]
+    found = {attributes(e)["stagetrace.token.index"]: attributes(e)["stagetrace.token.gap_ms"] for e in decode.events}
+    assert {event.name for event in decode.events} == {"stagetrace.slow_token"}
+    assert len(found) == spans.SLOW_TOKENS
+    assert sorted(found.values()) == pytest.approx(sorted(gaps[at] for at in worst))
+    for event in decode.events:
+        index = attributes(event)["stagetrace.token.index"]
+        assert event.time_unix_nano == record.start_unix_ns + round(record.token_times_ms[index] * 1e6)
+    assert [e.time_unix_nano for e in decode.events] == sorted(e.time_unix_nano for e in decode.events)
+
+
+def test_sequences_of_one_call_are_subtrees_of_one_root() -> None:
+    records = one(Ask(n=3))
+    found = sent(records)
+    roots = [span for span in found if not span.parent_span_id]
+    sequences = [span for span in found if span.name.startswith("sequence ")]
+    assert len(roots) == 1 and len(sequences) == 3
+    assert attributes(roots[0])["gen_ai.usage.output_tokens"] == sum(r.output_tokens or 0 for r in records)
+    for span in sequences:
+        inside = [each.name for each in found if each.parent_span_id == span.span_id]
+        assert inside == [stage.key for stage in STAGES[3:]]
+    assert [s.name for s in found if s.parent_span_id == roots[0].span_id][:3] == list(spans.SHARED)
+
+
+def test_a_call_of_very_many_sequences_stays_small_and_says_so() -> None:
+    first = one(Ask(n=2))
+    records = [replace(first[1], sequence=number) for number in range(128)]
+    found = sent(records)
+    left_out = attributes(found[0])["stagetrace.sequences_left_out"]
+    shown = sum(span.name.startswith("sequence ") for span in found)
+    assert shown + left_out == 128 and 290 <= len(found) <= 300
+
+
+@pytest.mark.parametrize(
+    ("ask", "status"),
+    [(Ask(refuse="parameters"), "error"), (Ask(abort_at=15 * MS, output=50), "aborted")],
+    ids=["refused", "aborted"],
+)
+def test_a_call_that_was_not_answered_says_how_far_it_came(ask: Ask, status: str) -> None:
+    (record,) = one(ask)
+    assert record.status == status
+    root, *stages = sent([record])
+    found = attributes(root)
+    assert found["stagetrace.status"] == status and found["stagetrace.active_stage"] == record.active_stage
+    assert root.status.code == (2 if status == "error" else 0)
+    assert found.get("error.type") == ("_OTHER" if status == "error" else None)
+    assert not root.status.message
+    missing = {row.key for row in record.stages if row.duration_ms is None}
+    assert {span.name for span in stages} == {row.key for row in record.stages} - missing
+    assert {key for key in BY_KEY if f"stagetrace.stage.{key}.state" in found} == missing
+
+
+def test_what_the_wire_cannot_hold_does_not_get_there() -> None:
+    (record,) = one(Ask())
+    bad = replace(record, external_id="\udcff" * 3, model="m" * 10_000, cached_tokens=1 << 70, parent_span_id=None)
+    bad.stages[3].attributes |= {"reason": "x" * 10_000, "none": None, "list": [1], "deep": {"a": {"b": 2}}}
+    found = {span.name[:20]: span for span in sent([bad])}
+    admission = attributes(found["admission"])
+    assert len(admission["stagetrace.reason"]) == spans.MAX_TEXT and admission["stagetrace.deep.a.b"] == 2
+    assert not {"stagetrace.none", "stagetrace.list"} & admission.keys()
+
+
+def test_a_message_is_cut_before_it_gets_too_large() -> None:
+    (record,) = one(Ask())
+    record.stages[3].attributes |= {f"key{n}": "\u4e2d" * 2000 for n in range(100)}
+    made = [span for _ in range(60) for span in spans.trace([record], RESOURCE)]
+    assert sum(map(weight, made)) > 2 * BATCH_BYTES
+    portions = list(messages(made, 512))
+    assert [span for portion in portions for span in portion] == made and len(portions) > 2
+    for portion in portions:
+        size = encode_spans(portion).ByteSize()
+        assert size <= sum(map(weight, portion)) + 1000, "the estimate is too low"
+        assert size < 4 << 20
+    assert [len(p) for p in messages(made[:7], 3)] == [3, 3, 1]
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_the_json_file_has_one_object_a_line_in_the_official_shape() -> None:
+    records = one(Ask(), Ask(n=2, at=MS), Ask(traceparent=CALLER, at=2 * MS))
+    running = replace(records[0], status="in_flight", span_id="1" * 16)
+    written = list(lines([*records, running], RunRecord("s", "paper", "1", "tiny")))
+    assert len(written) == 3
+    for line in written:
+        assert "\n" not in line
+        (resource,) = json.loads(line)["resourceSpans"]
+        names = {a["key"]: a["value"] for a in resource["resource"]["attributes"]}
+        assert names["service.name"] == {"stringValue": "paper"}
+        for span in resource["scopeSpans"][0]["spans"]:
+            assert len(span["traceId"]) == 32 and int(span["traceId"], 16)
+            assert len(span["spanId"]) == 16 and int(span["spanId"], 16)
+            assert isinstance(span["kind"], int) and isinstance(span["flags"], int)
+            assert span["startTimeUnixNano"].isdigit() and span["endTimeUnixNano"].isdigit()
+            for attribute in span["attributes"]:
+                ((kind, value),) = attribute["value"].items()
+                assert kind != "intValue" or isinstance(value, str)
+    (resource,) = json.loads(written[2])["resourceSpans"]
+    assert resource["scopeSpans"][0]["spans"][0]["parentSpanId"] == "b" * 16

@@ -9,7 +9,7 @@ from typing import Any
 from opentelemetry.context import Context
 from opentelemetry.metrics import Observation
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, PeriodicExportingMetricReader
 from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, View
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
@@ -20,6 +20,7 @@ from stagetrace.exporting import (
     Health,
     Instrument,
     RequestRecord,
+    Say,
     StepRecord,
     of_requests,
     of_steps,
@@ -30,19 +31,20 @@ from .settings import Signal
 
 #: Our labels under the conventions' names, where they have one.
 _NAMES = {"model": "gen_ai.request.model", "operation": "gen_ai.operation.name", "error": "error.type"}
+_NOWHERE = Context()
 
 
 class Metrics:
     """Takes what calls and steps say; the reader's own thread sends it."""
 
-    def __init__(self, signal: Signal, resource: Resource, health: Health) -> None:
+    def __init__(self, signal: Signal, resource: Resource, health: Health, say: Say) -> None:
         views = [
             View(instrument_name=each.name, aggregation=ExplicitBucketHistogramAggregation(each.buckets))
             for each in INSTRUMENTS.values()
             if each.buckets
         ]
         # Interval and timeout are the reader's to find: OTEL_METRIC_EXPORT_INTERVAL, OTEL_METRIC_EXPORT_TIMEOUT.
-        reader = PeriodicExportingMetricReader(metric_exporter(signal))
+        reader = PeriodicExportingMetricReader(metric_exporter(signal, say))
         self._provider = MeterProvider([reader], resource, shutdown_on_exit=False, views=views)
         self._health = health
         self._meter = self._provider.get_meter("stagetrace")
@@ -50,23 +52,26 @@ class Metrics:
 
     def call(self, records: Sequence[RequestRecord], engines: Engines, exported: bool) -> None:
         """Record a call that is over; only a trace that was exported can be an example."""
+        labels: tuple[dict[str, str], dict[str, str]] = ({}, {})
         for seen in of_requests(records, engines):
-            self._record(seen, exported)
+            # A request's tokens follow each other with one dictionary of labels.
+            if labels[0] is not seen.labels:
+                labels = seen.labels, renamed(seen.labels)
+            self._record(seen, labels[1], exported)
 
     def steps(self, records: Iterable[StepRecord], engines: Engines) -> None:
         """Record engine steps."""
         for seen in of_steps(records, engines):
-            self._record(seen, False)
+            self._record(seen, renamed(seen.labels), False)
 
     def close(self) -> None:
         """Send a last time; may take as long as the endpoint does."""
         self._provider.shutdown(timeout_millis=2500)
 
-    def _record(self, seen: Seen, exported: bool) -> None:
+    def _record(self, seen: Seen, labels: dict[str, str], exported: bool) -> None:
         kind = INSTRUMENTS[seen.name].kind
         instrument = self._instruments[seen.name]
-        labels = {_NAMES.get(name, name): value for name, value in seen.labels.items() if value}
-        context = _context(seen.example) if seen.example and exported else Context()
+        context = _context(seen.example) if seen.example and exported else _NOWHERE
         if kind == "histogram":
             instrument.record(seen.value, labels, context)
         elif kind == "gauge":
@@ -88,20 +93,41 @@ class Metrics:
         return [Observation(count, {label: key}) for key, count in sorted(kept.items())]
 
 
+def renamed(labels: dict[str, str]) -> dict[str, str]:
+    """Our labels as attributes; what is not known is left out."""
+    return {_NAMES.get(name, name): value for name, value in labels.items() if value}
+
+
 def _context(record: RequestRecord) -> Context:
     span = SpanContext(int(record.trace_id, 16), int(record.span_id, 16), False, TraceFlags(TraceFlags.SAMPLED))
     return set_span_in_context(NonRecordingSpan(span), Context())
 
 
-def metric_exporter(signal: Signal) -> MetricExporter:
-    """The official exporter for ``signal``."""
+def metric_exporter(signal: Signal, say: Say) -> MetricExporter:
+    """The official exporter for ``signal``; says once if the endpoint takes no metrics: many take traces only."""
+    base: Any
+    more: dict[str, Any] = {}
     if signal.protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as OverGrpc
 
-        return OverGrpc(endpoint=signal.endpoint, compression=no_compression("METRICS"))
-    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as OverHttp
+        base, more = OverGrpc, {"compression": no_compression("METRICS")}
+    else:
+        from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as OverHttp
 
-    return OverHttp(endpoint=signal.endpoint)
+        base = OverHttp
+    said: list[str] = []
+
+    def export(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = base.export(self, *args, **kwargs)
+        if result is not MetricExportResult.SUCCESS and not said:
+            said.append(
+                "the OTLP endpoint did not take metrics; serving goes on (OTEL_METRICS_EXPORTER=none: send none)"
+            )
+            say(said[0])
+        return result
+
+    made: MetricExporter = type("Watched", (base,), {"export": export})(endpoint=signal.endpoint, **more)
+    return made
 
 
 def no_compression(signal: str) -> Any:

@@ -86,7 +86,7 @@ class OtlpSink:
     def _ready(self) -> Metrics | None:
         """The metrics, once it is known what they are about."""
         if self._metrics is None and self._metrics_to is not None:
-            self._metrics = Metrics(self._metrics_to, self._resource, self._health)
+            self._metrics = Metrics(self._metrics_to, self._resource, self._health, self._say)
         return self._metrics
 
 

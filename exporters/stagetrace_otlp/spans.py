@@ -145,8 +145,9 @@ def _root_values(records: Sequence[RequestRecord]) -> dict[str, Any]:
     }
     for row in first.stages:
         for fact, name in _GEN_AI.items():
-            if row.attributes.get(fact) is not None:
-                found[name] = row.attributes[fact]
+            value = row.attributes.get(fact)
+            if value is not None and (fact, value) != ("top_k", 0):  # which stands for none
+                found[name] = value
         if not _timed(row):
             found[f"stagetrace.stage.{row.key}.state"] = row.state
     return found

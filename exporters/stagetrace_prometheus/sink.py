@@ -64,8 +64,13 @@ class PrometheusSink:
         self._server.server_close()
 
     def _take(self, seen: Iterable[Observation]) -> None:
+        child: Any = None
+        last: Observation | None = None
         for each in seen:
-            child = self._metrics[each.name].labels(**each.labels)
+            # A request's tokens follow each other with one dictionary of labels; looking them up takes longest.
+            if last is None or last.name != each.name or last.labels is not each.labels:
+                child = self._metrics[each.name].labels(**each.labels)
+            last = each
             kind = INSTRUMENTS[each.name].kind
             if kind == "gauge":
                 child.set(each.value)

@@ -135,8 +135,7 @@ def handed_over(_processor: Any, request: Any, parent_req: Any, request_index: A
     limit = getattr(params, "max_tokens", None) or 0
     recorder.mark(marks.ADD, root.number, signed(sequence), prompt, limit, request_index or 0)
     recorder.text(marks.INTERNAL_ID, sequence, request.request_id)
-    external = getattr(request, "external_req_id", None) or request.request_id
-    recorder.text(marks.EXTERNAL_ID, root.number, external)
+    recorder.text(marks.EXTERNAL_ID, root.number, response_id(request, over_http=current.get() is not None))
     if params is not None:
         grammar = int(getattr(params, "structured_outputs", None) is not None)
         temperature, top_p = round(params.temperature * 1e6), round(params.top_p * 1e6)
@@ -144,6 +143,12 @@ def handed_over(_processor: Any, request: Any, parent_req: Any, request_index: A
     call = _offline.call
     if call is not None and (parent_req is None or (request_index or 0) + 1 >= parent_req.sampling_params.n):
         call.open = False
+
+
+def response_id(request: Any, over_http: bool) -> str:
+    """The id the client is answered with. A completion's prompts are numbered behind it: ``cmpl-X-0``."""
+    external: str = getattr(request, "external_req_id", None) or request.request_id
+    return external.rpartition("-")[0] if over_http and external.startswith("cmpl-") else external
 
 
 def outputs_entered(_processor: Any, outputs: Any, timestamp: Any) -> tuple[int, int, int]:

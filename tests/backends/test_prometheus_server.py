@@ -41,7 +41,7 @@ def server() -> str:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         for command in (["update"], ["install", "-y", "--no-install-recommends", "prometheus"]):
             environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-            subprocess.run(["apt-get", *command], timeout=280, env=environment, check=False, **quiet)
+            subprocess.run(["apt-get", *command], timeout=130, env=environment, check=False, **quiet)
     found = shutil.which("prometheus")
     assert found, "this test needs Prometheus: apt-get install --no-install-recommends prometheus"
     return found

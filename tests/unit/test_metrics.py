@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from stagetrace.recorder import Recorder
 from stagetrace.stages import STAGES
 from stagetrace.stats import inter_token
 from tests.receivers import attributes, receiver
+from tests.unit.helpers import wait_until
 from tests.unit.scripted import MS, Ask, Script
 
 #: The documented names.
@@ -157,6 +159,24 @@ def test_what_goes_out_over_otlp_is_what_was_observed(monkeypatch: pytest.Monkey
     assert (preempted.as_int, depth.as_double, lost.as_int) == (4, 4.0, 3)
     assert (attributes(dropped), dropped.as_int) == ({"reason": "queue_full"}, 13)
     assert (attributes(hook), hook.as_int) == ({"hook": "a:B.c"}, 2)
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+def test_an_endpoint_for_traces_only_is_said_once(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    said: list[str] = []
+    with receiver(404) as endpoint:
+        (sink,) = sinks.build(Options(otlp=endpoint.url), os.environ, said.append)
+        sink.requests(Script().run(Ask()).records())
+        wait_until(lambda: len(said) > 1, "a refusal")
+        time.sleep(0.3)
+        sink.close()
+    assert said[1:] == [
+        "the OTLP endpoint did not take metrics; serving goes on (OTEL_METRICS_EXPORTER=none: send none)"
+    ]
 
 
 # ---------------------------------------------------------------- our own health

@@ -13,7 +13,7 @@ from stagetrace.numbers import aside, numbers
 from stagetrace.stages import STAGES
 from stagetrace.store import StoreWriter, Trace
 from tests.unit.test_cli import Cli
-from tests.unit.test_numbers import request, step
+from tests.unit.test_numbers_by_hand import request, step
 
 CONFIG = {
     "prefix_caching": 1, "chunked_prefill": 1, "max_num_seqs": 8, "max_num_batched_tokens": 512,

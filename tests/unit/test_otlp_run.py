@@ -1,4 +1,4 @@
-"""``stagetrace run`` and ``stagetrace export`` with exporters: what the command is told, what gets out, at what cost."""
+"""``stagetrace run`` and ``stagetrace export`` with exporters: what CMD is told, what gets out, and at what cost."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ print("served", os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"), flush=True
 time.sleep(float(sys.argv[2]))
 sys.exit(5)
 """
+CALLER = f"00-{'a' * 32}-{'b' * 16}-00"
 Done = subprocess.CompletedProcess[str]
 
 
@@ -183,7 +184,7 @@ def test_a_collector_beside_an_engine_exports_too(monkeypatch: pytest.MonkeyPatc
 def stored(path: Path) -> Path:
     with StoreWriter(path) as writer:
         writer.write_run(RunRecord("s", "paper", "1", "tiny"))
-        writer.write_requests(Script().run(*(Ask(at=n * MS) for n in range(5))).records())
+        writer.write_requests(Script().run(*(Ask(at=n * MS) for n in range(4)), Ask(traceparent=CALLER)).records())
     return path
 
 
@@ -199,7 +200,8 @@ def test_a_store_is_exported_with_the_spans_that_would_have_been_sent(tmp_path: 
     found = [json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"] for line in out.read_text().splitlines()]
     assert [len(spans) for spans in found] == [13] * 5
     assert {spans[0]["traceId"] for spans in found} == {record.trace_id for record in load(store).requests}
-    assert all(record.caller_sampled is None and record.engine == 7 for record in load(store).requests)
+    kept = {(record.caller_sampled, record.engine, record.process) for record in load(store).requests}
+    assert kept == {(None, 7, 101), (False, 7, 101)}
 
 
 @pytest.mark.parametrize(

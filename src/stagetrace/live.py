@@ -41,10 +41,11 @@ def badness(state: str) -> int:
 
 def servers() -> list[Server]:
     """Every live session of this user."""
-    return [_server(directory) for directory in session.live()]
+    return [server(directory) for directory in session.live()]
 
 
-def _server(directory: Path) -> Server:
+def server(directory: Path) -> Server:
+    """What is known of one."""
     hooks = _told(directory)
     pids = set()
     for path in directory.glob("ring-*"):

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from stagetrace import canary, doctor, marks, session
+from stagetrace.collect.loop import Collector
 from stagetrace.hooks import HookGroup, HookSpec
+from stagetrace.live import server as server_of
 from stagetrace.live import servers
 from stagetrace.recorder import Recorder
 from stagetrace.runtime import Integration
@@ -115,6 +117,8 @@ def test_no_engine(stagetrace: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(unseen(document)) == 12
     (line,) = err.splitlines()
     assert "no engine is installed" in line and "pip install paper" in line
+    out = stagetrace("doctor")[1]
+    assert out.count("see below") == 12 and "pip install" not in out and "hooks:" not in out
     monkeypatch.setattr(doctor, "integrations", lambda: [])
     assert "reinstall stagetrace" in examined(stagetrace, 2)[1]
 
@@ -264,6 +268,23 @@ def test_what_a_running_server_says(stagetrace: Cli, engine: Make, monkeypatch: 
         assert "1 processes record, 1 hooks installed; paused" in server.words()
     finally:
         os.close(lock)
+
+
+def test_the_collector_keeps_what_a_ring_forgets(directory: Path) -> None:
+    recorder = Recorder(directory, capacity=64)
+    recorder.text(marks.HOOK, 0, "core:Scheduler.schedule installed")
+    collector = Collector(directory, [])
+    collector.poll()
+    for number in range(200):
+        recorder.mark(99, number)
+    lock = session.own(directory)
+    try:
+        assert server_of(directory).states == {"core:Scheduler.schedule": "installed"}
+    finally:
+        os.close(lock)
+    assert json.loads((directory / session.HOOKS).read_text()) == {
+        str(os.getpid()): {"core:Scheduler.schedule": "installed"}
+    }
 
 
 # ---------------------------------------------------------------- the exporter

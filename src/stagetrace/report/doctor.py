@@ -17,14 +17,17 @@ def doctor_view(finding: Finding) -> RenderableType:
     lines = [Text(engine, style="bold"), *(Text(note) for note in finding.notes)]
     stages = _table("#", "stage", "state", "why")
     for stage in document["stages"]:
-        stages.add_row(str(stage["number"]), stage["key"], stage["state"], stage["reason"] or "")
+        # A fault that costs every stage is said once, after all of this.
+        why = "see below" if stage["reason"] in finding.faults else stage["reason"] or ""
+        stages.add_row(str(stage["number"]), stage["key"], stage["state"], why)
     in_order = [hook for hook in document["hooks"] if hook["state"] in ("resolved", "installed")]
     count = Text(f"hooks: {len(in_order)} of {len(document['hooks'])} in order")
     rest = _table("hook", "state", "why")
     for hook in document["hooks"]:
         if hook not in in_order:
             rest.add_row(hook["target"], hook["state"], hook["reason"] or "")
-    return Group(*lines, Text(""), stages, Text(""), count, *([rest] if rest.row_count else []))
+    hooks: list[RenderableType] = [Text(""), count, *([rest] if rest.row_count else [])] if document["hooks"] else []
+    return Group(*lines, Text(""), stages, *hooks)
 
 
 def _table(*names: str) -> Table:

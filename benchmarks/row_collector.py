@@ -6,8 +6,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from stagetrace.collect.loop import Collector, Sink
+from stagetrace.collect.loop import Collector
 from stagetrace.collect.sink import StoreSink
+from stagetrace.exporting import Sink
 from stagetrace.store import StoreWriter
 
 from .clocks import cpu_ns

@@ -38,7 +38,7 @@ def status() -> dict[str, Any]:
     """See :func:`stagetrace.status`."""
     directory = runtime.directory()
     return {
-        "recording": runtime.recorder.recording,
+        "recording": runtime.recorder.recording and bool(runtime.states()),
         "session": str(directory) if directory else None,
         "hooks": runtime.states(),
     }

@@ -25,6 +25,21 @@ app = typer.Typer(
 StoreArgument = Annotated[Path, typer.Argument(metavar="[FILE]", help="A store; stagetrace.db if not given.")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        typer.echo(f"stagetrace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+) -> None:
+    """A stopwatch on each of the twelve stages of a real LLM request."""
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="The server's command line.")],
@@ -65,7 +80,9 @@ def stages(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="All requests as one JSON document.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the stage table itself.")] = False,
-    last: Annotated[int, typer.Option(metavar="N", min=1, help="How many of the newest requests to print.")] = 3,
+    last: Annotated[
+        int, typer.Option(metavar="N", min=1, max=1_000_000, help="How many of the newest requests to print.")
+    ] = 3,
 ) -> None:
     """The stopwatch: what each of the twelve stages of a request took."""
     if markdown:
@@ -144,9 +161,12 @@ def _set_paused(name: str | None, paused: bool) -> None:
     live = session.live()
     chosen = [s for s in live if name in (None, s.name, str(s))]
     if len(chosen) != 1:
-        names = ", ".join(s.name for s in live) or "none"
-        asked = f"no session {name};" if name else "which session?"
-        raise Fault(f"{asked} running: {names}; start one with `stagetrace run -- CMD`, or name one")
+        names = ", ".join(s.name for s in live)
+        asked = f"no session {name}" if name else "which session?"
+        cure = f"name one of {names} (`stagetrace run` says its own when it starts)" if live else (
+            "none is running here; start one with `stagetrace run -- CMD`"
+        )  # fmt: skip
+        raise Fault(f"{asked}: {cure}")
     flag = chosen[0] / session.PAUSED
     try:
         # The flag is for rings that are yet to come, the byte in each ring for those that are there.
@@ -197,5 +217,7 @@ def _refuse(error: Exception) -> NoReturn:
 
 
 def _fail(line: str) -> NoReturn:
-    print(f"stagetrace: {' '.join(line.splitlines())}", file=sys.stderr)
+    # What is echoed may be anything: an id of 30 kB, or bytes that a terminal would obey.
+    shown = "".join(c if c.isprintable() else "?" for c in " ".join(line.splitlines()))
+    print(f"stagetrace: {shown if len(shown) < 600 else shown[:600] + '…'}", file=sys.stderr)
     sys.exit(2)

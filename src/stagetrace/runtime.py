@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("stagetrace")
 recorder = Recorder(None)
+#: Where records go when an engine is recorded because of ``STAGETRACE=1`` alone.
+DEFAULT_STORE = "stagetrace.db"
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def engine_starts() -> None:
     from .collect.spawn import spawn
 
     try:
-        _state.collector = spawn(directory, _state.options or {})
+        _state.collector = spawn(directory, _state.options or {"store": DEFAULT_STORE})
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)
         _warn(f"the collector cannot be started: {error.strerror}")

@@ -45,6 +45,8 @@ class Supervisor:
     environment: dict[str, str]
     code: int | None = field(default=None, init=False)
     child: int = field(default=0, init=False)
+    #: Said once there is an engine to record: the command may be anything.
+    greeted: bool = field(default=False, init=False)
 
     def run(self) -> int:
         """Start, supervise, and return the command's exit code (128 + N if signal N ended it; 127 not found)."""
@@ -110,6 +112,9 @@ class Supervisor:
             say(f"recording has ended ({type(error).__name__}: {error}); serving goes on")
             self.collector = None
             return 1.0
+        if busy and not self.greeted:
+            self.greeted = True
+            say(f"recording (session {self.collector.directory.name})")
         return 0.02 if busy else min(pause * 1.5, 0.1)
 
     def _linger(self) -> None:
@@ -128,6 +133,11 @@ def run(command: list[str], store: Path | None, store_max: int, options: Options
     """
     environment = dict(os.environ)
     options = options or Options()
+    if environment.get("STAGETRACE") == "0":
+        say("STAGETRACE=0: nothing is recorded")
+        return Supervisor(command, None, environment).run()
+    if command[0] and shutil.which(command[0]) is None:  # let it fail as it will, but leave no empty store behind
+        return Supervisor(command, None, environment).run()
     with ExitStack() as stack:
         # The store first: it is refused for what a look at the file tells, and nothing is listening yet.
         sink = StoreSink(StoreWriter(store, store_max), say) if store else None
@@ -143,7 +153,7 @@ def run(command: list[str], store: Path | None, store_max: int, options: Options
         if supervisor.collector:
             _settle(supervisor.collector)
     if sink and collector and collector.requests and not sink.writer.failed:
-        say(f"{collector.requests} requests in {sink.writer.path}; look: stagetrace stages {store}")
+        say(f"{collector.requests} requests recorded in {sink.writer.path}; look: stagetrace stages {store}")
     return code
 
 

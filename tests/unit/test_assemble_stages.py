@@ -131,7 +131,8 @@ def test_a_shared_forward_costs_its_share() -> None:
 @pytest.mark.parametrize(
     ("options", "asks", "reason"),
     [
-        ({}, [Ask()], "step_in_progress"),
+        ({}, [Ask()], "none"),
+        ({}, [Ask(output=20), Ask(at=4 * MS)], "step_in_progress"),
         ({"slots": 1}, [Ask(output=9), Ask(at=MS)], "no_slot"),
         ({"budget": 16}, [Ask(prompt=64), Ask(at=MS)], "token_budget"),
         ({}, [Ask(output=20), Ask(at=4 * MS, blocked=3)], "no_blocks"),

@@ -271,7 +271,7 @@ def owned(base: Path) -> Iterator[Callable[[], Path]]:
 
 def test_nothing_to_pause(stagetrace: Cli, base: Path) -> None:
     for command in ("pause", "resume"):
-        assert "running: none" in stagetrace.refused(command)
+        assert "none is running here" in stagetrace.refused(command)
         said = stagetrace.refused(command, "stagetrace-0-x")
         assert "no session stagetrace-0-x" in said
 

@@ -406,15 +406,17 @@ def test_what_was_recorded_is_in_the_store(tmp_path: Path) -> None:
     store = tmp_path / "s.db"
     done = run(*PYTHON, SERVE, "20", before=("--store", str(store)))
     assert (done.returncode, done.stdout) == (5, b"served\n")
-    (said,) = done.stderr.decode().splitlines()
-    assert said.startswith(f"stagetrace: 20 requests in {store}")
+    began, said = done.stderr.decode().splitlines()
+    assert began.startswith("stagetrace: recording (session stagetrace-")
+    assert said.startswith(f"stagetrace: 20 requests recorded in {store}")
     found = {(request.external_id or "").partition("x")[0] for request in load(store).requests}
     assert found == {f"client-{number}-" for number in range(20)}
 
 
 def test_without_a_store_nothing_is_written(tmp_path: Path) -> None:
     done = run(*PYTHON, SERVE, "20", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (5, b"served\n", b"")
+    assert (done.returncode, done.stdout) == (5, b"served\n")
+    assert done.stderr.count(b"\n") == 1 and b"recording (session" in done.stderr
     assert list(tmp_path.glob("*.db*")) == []
 
 
@@ -455,7 +457,7 @@ def test_a_disk_that_fills_up(small: Small) -> None:
     count = "1000" if not small.limit else "3000"
     done = run(*PYTHON, SERVE, count, before=("--store", str(small.directory / "s.db")), preexec_fn=limit)
     assert (done.returncode, done.stdout) == (5, b"served\n"), done.stderr
-    ended, lost = done.stderr.decode().splitlines()
+    _began, ended, lost = done.stderr.decode().splitlines()
     assert "serving goes on, storing has ended" in ended
     assert "s.db" in ended
     assert "requests could not be stored" in lost
@@ -512,3 +514,16 @@ time.sleep(0.3)
     done = run(*PYTHON, code, "3", before=("--store", str(store)))
     assert (done.returncode, done.stdout) == (6, b"served\n"), done.stderr
     assert len(load(store).requests) == 3
+
+
+def test_switched_off_means_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGETRACE", "0")
+    done = run("sh", "-c", "exit 4", before=("--store", str(tmp_path / "s.db")))
+    assert (done.returncode, done.stderr) == (4, b"stagetrace: STAGETRACE=0: nothing is recorded\n")
+    assert list(tmp_path.glob("s.db*")) == []
+
+
+def test_a_command_that_is_not_there_leaves_no_store(tmp_path: Path) -> None:
+    done = run("no-such-command", before=("--store", str(tmp_path / "s.db")))
+    assert done.returncode == 127
+    assert list(tmp_path.glob("s.db*")) == []

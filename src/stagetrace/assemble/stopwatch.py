@@ -104,7 +104,10 @@ def _reason(case: Case, sequence: Sequence, start: int) -> str | None:
         passed.append(step)
         number -= 1
     if not passed:
-        return "step_in_progress"
+        # An engine takes new requests in between two steps: the one that ran when it came is waited for.
+        came = sequence.added.t if sequence.added else start
+        running = step is not None and (step.update_ns is None or step.update_ns[1] > came)
+        return "step_in_progress" if running else "none"
     if slots and any(step.running >= slots for step in passed):
         return "no_slot"
     return "token_budget" if budget and any(step.tokens >= budget for step in passed) else "other"

@@ -26,4 +26,6 @@ def print_stopwatches(records: list[RequestRecord], file: Path) -> None:
     if not records:
         console.print(f"{file} holds no requests yet")
     for record in records:
-        console.print(stopwatch(record, f"{record.operation} {record.request_id or record.trace_id}"))
+        name = record.request_id or record.external_id or record.trace_id
+        which = f" (sequence {record.sequence})" if record.sequence else ""
+        console.print(stopwatch(record, f"{record.operation} {name}{which}"))

@@ -108,7 +108,8 @@ def _with_facts(line: str, parts: list[str], column: int, width: int) -> Iterato
     if width < WIDE:
         yield Text(line.rstrip())
         for part in parts:
-            yield Text(" " * _INDENT + part, style="dim")
+            for more in _wrapped(Text(part), width, _INDENT):
+                yield Text(more.plain, style="dim")
         return
     beside = list(_wrapped(Text("   ".join(parts)), width, column))
     yield Text.assemble(line.ljust(column), (beside[0].plain[column:], "dim"))

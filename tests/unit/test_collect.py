@@ -391,3 +391,15 @@ def test_a_store_it_cannot_have_leaves_the_engine_alone(base: Path, tmp_path: Pa
 def test_rings_of_this_file_s_helpers_are_rings(directory: Path) -> None:
     craft(directory / "ring-1-0-0", [record(1)])
     assert [ring.capacity for ring in rings(directory)] == [8]
+
+
+def test_who_flushes_is_not_told_that_a_store_has_what_it_has_not(tmp_path: Path) -> None:
+    directory = tmp_path / "session"
+    directory.mkdir(mode=0o700)
+    for mute, answered in ((True, False), (False, True)):
+        collector = Collector(directory, [])
+        collector.mute = mute
+        session.write(directory / session.FLUSH, "17")
+        collector.poll()
+        assert (directory / session.FLUSHED).exists() is answered
+        collector.close()

@@ -233,3 +233,13 @@ def test_what_cannot_be_exported_is_refused_and_nothing_overwritten(
 def test_a_pipe_is_written_as_it_is(tmp_path: Path) -> None:
     done = export(stored(tmp_path / "s.db"), "-o", "/dev/stdout")
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 5
+
+
+def test_a_variable_that_others_read_too_keeps_no_server_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "jaeger_remote")
+    done = run("--no-store")
+    assert (done.returncode, done.stdout) == (5, "served None\n")
+    assert "OTEL_TRACES_SAMPLER=jaeger_remote" in done.stderr and "nothing is exported" in done.stderr
+    refused = run("--no-store", "--otlp", "http://127.0.0.1:9")
+    assert (refused.returncode, refused.stdout) == (2, "")

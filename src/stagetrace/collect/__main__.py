@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     store = _store(options.store, options.store_max)
     sinks: list[Sink] = [*([store] if store else []), *_exporters(asked)]
     collector = Collector(directory, sinks, asked.health)
+    collector.mute = options.store is not None and store is None
     try:
         _collect(collector, parent)
         collector.close()

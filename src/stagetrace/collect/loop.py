@@ -35,6 +35,8 @@ class Collector:
         self.assembler = Assembler(self._alive)
         self.rings: dict[str, Ring] = {}
         self.requests = 0
+        #: What was to be kept is not: a `flush` must not be told that it is.
+        self.mute = False
         self.started_unix_ns = time.time_ns()
         self._dead: set[int] = set()
         #: What rings that are gone by now had lost or refused.
@@ -113,7 +115,7 @@ class Collector:
         self.requests += len(done)
         running = self._running(now) if snapshot and not closing else []
         self._run_changed(bool(steps or done or running))
-        answer = asked and not self._owes(asked)
+        answer = asked and not self.mute and not self._owes(asked)
         for sink in self.sinks:
             if steps:
                 sink.steps(steps)

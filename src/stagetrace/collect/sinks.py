@@ -26,7 +26,7 @@ def exporters(say: Say) -> Iterator[Exporter]:
 
 
 def build(options: Options, environment: Mapping[str, str], say: Say) -> list[Sink]:
-    """The sinks that ``options`` and ``environment`` ask for; ExportError if one of them cannot be made."""
+    """The sinks that ``options`` and ``environment`` ask for; ExportError if one that ``options`` name cannot be."""
     made: list[Sink] = []
     found = list(exporters(say))
     missing = {"otlp", "prometheus"} - {exporter.name for exporter in found}
@@ -38,6 +38,10 @@ def build(options: Options, environment: Mapping[str, str], say: Say) -> list[Si
             try:
                 sink = exporter.make(options, environment, say)
             except Exception as error:
+                if getattr(options, exporter.name, None) is None and options.sample is None:
+                    # Only the environment speaks of it, which is everybody's: no reason to keep a server from starting.
+                    say(f"{line_of(exporter, error)}; nothing is exported by {exporter.name}")
+                    continue
                 for each in made:
                     each.close()
                 raise ExportError(line_of(exporter, error)) from error

@@ -84,13 +84,19 @@ def _send(endpoint: str, grpc: bool, said: _Said) -> bool:
     span.end()
     assert isinstance(span, ReadableSpan)
     results: list[bool] = []
+    ready = threading.Event()
 
     def work() -> None:
         try:
-            results.append(_exporter(endpoint, grpc).export([span]) is SpanExportResult.SUCCESS)
+            exporter = _exporter(endpoint, grpc)
+            # The imports are over: from here on it is the endpoint's time.
+            ready.set()
+            results.append(exporter.export([span]) is SpanExportResult.SUCCESS)
         except Exception as error:  # whatever an exporter makes of a strange address
             said.lines.append(f"{type(error).__name__}: {error}")
             results.append(False)
+        finally:
+            ready.set()
 
     logger = logging.getLogger("opentelemetry")
     propagate, logger.propagate = logger.propagate, False
@@ -98,6 +104,7 @@ def _send(endpoint: str, grpc: bool, said: _Said) -> bool:
     try:
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
+        ready.wait()
         thread.join(LIMIT_S)
         return bool(results) and results[0]
     finally:

@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,6 +32,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sessions_of_our_own() -> Iterator[None]:
+    """Other servers may run under stagetrace on this machine; theirs are none of our business."""
+    with tempfile.TemporaryDirectory(prefix="stagetrace-tests-", dir=sessions.base()) as base:
+        before = os.environ.get(sessions.BASE_ENV)
+        os.environ[sessions.BASE_ENV] = base
+        yield
+        os.environ.pop(sessions.BASE_ENV) if before is None else os.environ.update({sessions.BASE_ENV: before})
 
 
 @pytest.fixture(scope="session")

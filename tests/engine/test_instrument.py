@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from stagetrace import load
@@ -79,3 +80,31 @@ def test_a_plain_process_is_left_alone(tmp_path: Path) -> None:
     out = subprocess.run([sys.executable, "-c", code], env=named, capture_output=True, text=True, check=True).stdout
     assert out.split() == ["FunctionWrapper", "1"]
     assert list(session.iterdir()) == []
+
+
+SWITCHED_ON = """
+import sys
+import time
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=2560)
+llm.generate([sys.argv[2]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+"""
+
+
+def test_a_variable_switches_it_on(starter: Starter, model: Path, tmp_path: Path) -> None:
+    """``STAGETRACE=1`` and a program that knows nothing of us: the store is in its working directory."""
+    program = tmp_path / "program.py"
+    program.write_text(SWITCHED_ON)
+    environment = {**os.environ, **starter.engine.environment(), **CONFIGURATIONS["plain_inproc"].environment()}
+    done = subprocess.run(
+        [sys.executable, str(program), str(model), starter.prompt(40, 1)],
+        env={**environment, "STAGETRACE": "1"}, cwd=tmp_path, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    until = time.monotonic() + 20  # the collector ends after the program has
+    while (tmp_path / "stagetrace.db-lock").exists() or not (tmp_path / "stagetrace.db").exists():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    (record,) = load(tmp_path / "stagetrace.db").requests
+    assert (record.status, record.output_tokens) == ("ok", 3)
+    assert violations(record) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import marks
+from . import marks, parents
 from .clock import now
 from .context import Root, current, new_root, number
 from .guard import Guard
@@ -24,6 +24,7 @@ __all__ = [
     "new_root",
     "now",
     "number",
+    "parents",
     "recorder",
     "signed",
 ]

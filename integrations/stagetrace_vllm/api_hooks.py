@@ -2,62 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from stagetrace.plugin import (
     HookGroup,
     HookSpec,
-    Root,
     current,
     engine_starts,
     key_of,
     marks,
-    new_root,
     now,
     recorder,
     signed,
 )
 
+from . import roots
 from .asgi import Shell
+from .roots import root_now
 
 #: Texts on their way to a tokenizer thread, by identity: threads of a pool do not inherit context variables.
 _tokenizing: dict[int, int] = {}
-
-
-@dataclass
-class OfflineCall:
-    """One ``LLM.generate`` or ``LLM.chat``: many roots, made one after the other as prompts are rendered."""
-
-    started: int
-    roots: list[Root]
-    open: bool = False
-
-
-class _Offline:
-    call: OfflineCall | None = None
-
-
-_offline = _Offline()
-
-
-def root_now() -> Root | None:
-    """The root the running code works for; offline, a new one for each prompt that turns up."""
-    root = current.get()
-    call = _offline.call
-    if root is not None or call is None:
-        return root
-    if not call.open:
-        call.roots.append(_new_root(call.started, marks.OFFLINE))
-        call.open = True
-    return call.roots[-1]
-
-
-def _new_root(started: int, kind: int) -> Root:
-    root = new_root()
-    high, low = signed(root.trace_high), signed(root.trace_low)
-    recorder.mark(marks.ROOT, root.number, high, low, 3, kind, started)
-    return root
 
 
 def engine_building(_instance: Any) -> None:
@@ -120,14 +84,15 @@ def tokenize_failed(state: tuple[int, list[int]] | None, _renderer: Any, _error:
 
 def tokenizer_took(_renderer: Any, prompt: Any) -> None:
     """A tokenizer thread takes a text up: until now it waited for the pool."""
-    number = _tokenizing.get(id(prompt.get("prompt"))) if isinstance(prompt, dict) else None
+    root = current.get()
+    number = root.number if root else _tokenizing.get(id(prompt.get("prompt"))) if isinstance(prompt, dict) else None
     if number is not None:
         recorder.mark(marks.TOKENIZE_RUN, number)
 
 
 def handed_over(_processor: Any, request: Any, parent_req: Any, request_index: Any) -> None:
     """The engine request exists and is about to be sent: join it to its root."""
-    root = root_now() or _new_root(now(), marks.DIRECT)
+    root = root_now() or roots.begin(marks.DIRECT, headers=request.trace_headers)
     sequence = key_of(request.request_id)
     root.sequences.append(sequence)
     prompt = len(request.prompt_token_ids or ())
@@ -135,14 +100,13 @@ def handed_over(_processor: Any, request: Any, parent_req: Any, request_index: A
     limit = getattr(params, "max_tokens", None) or 0
     recorder.mark(marks.ADD, root.number, signed(sequence), prompt, limit, request_index or 0)
     recorder.text(marks.INTERNAL_ID, sequence, request.request_id)
-    recorder.text(marks.EXTERNAL_ID, root.number, response_id(request, over_http=current.get() is not None))
+    recorder.text(marks.EXTERNAL_ID, root.number, response_id(request, over_http=root.kind == marks.HTTP))
     if params is not None:
         grammar = int(getattr(params, "structured_outputs", None) is not None)
         temperature, top_p = round(params.temperature * 1e6), round(params.top_p * 1e6)
         recorder.mark(marks.SAMPLING, sequence, temperature, top_p, params.top_k, grammar)
-    call = _offline.call
-    if call is not None and (parent_req is None or (request_index or 0) + 1 >= parent_req.sampling_params.n):
-        call.open = False
+    if parent_req is None or (request_index or 0) + 1 >= parent_req.sampling_params.n:
+        roots.handed_over()
 
 
 def response_id(request: Any, over_http: bool) -> str:
@@ -174,33 +138,6 @@ def aborting(processor: Any, request_ids: Any, internal: Any) -> Any:
             recorder.mark(marks.ABORTED, key_of(name))
 
 
-def offline_entered(_llm: Any) -> bool:
-    """An offline call begins; ``chat`` may call ``generate``, which then is part of it."""
-    if _offline.call is not None or current.get() is not None:
-        return False
-    _offline.call = OfflineCall(now(), [])
-    return True
-
-
-def offline_left(outermost: bool, _llm: Any, _result: Any) -> None:
-    """The outputs are about to be returned."""
-    _offline_end(outermost, failed=0)
-
-
-def offline_failed(outermost: bool, _llm: Any, _error: BaseException) -> None:
-    """The call raised."""
-    _offline_end(outermost, failed=1)
-
-
-def _offline_end(outermost: bool, failed: int) -> None:
-    call = _offline.call
-    if not outermost or call is None:
-        return
-    _offline.call = None
-    for root in call.roots:
-        recorder.mark(marks.END, root.number, failed)
-
-
 _CHAT = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.create_chat_completion"
 _COMPLETION = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.create_completion"
 _RENDERER = "vllm.renderers.base:BaseRenderer"
@@ -214,7 +151,9 @@ def _tokenizes(method: str, awaits: bool) -> HookSpec:
 
 
 def _offline_call(method: str) -> HookSpec:
-    return HookSpec(f"vllm.entrypoints.llm:LLM.{method}", offline_entered, offline_left, offline_failed)
+    return HookSpec(
+        f"vllm.entrypoints.llm:LLM.{method}", roots.offline_entered, roots.offline_left, roots.offline_failed
+    )
 
 
 GROUPS = (
@@ -224,6 +163,18 @@ GROUPS = (
     HookGroup("build_offline", (), (
         HookSpec("vllm.v1.engine.llm_engine:LLMEngine.__init__", engine_building, pausable=False),
     )),
+    HookGroup("direct", (), (
+        HookSpec("vllm.v1.engine.async_llm:AsyncLLM.add_request", roots.direct_entered, roots.direct_left,
+                 roots.direct_failed, takes=("request_id", "prompt", "trace_headers"), awaits=True),
+    )),
+    HookGroup("direct_offline", (), (
+        HookSpec("vllm.v1.engine.llm_engine:LLMEngine.add_request", roots.direct_entered, roots.direct_left,
+                 roots.direct_failed, takes=("request_id", "prompt", "trace_headers")),
+    )),
+    HookGroup("direct_prompt", (), (
+        HookSpec("vllm.v1.engine.input_processor:InputProcessor.process_inputs", roots.prompt_entered,
+                 roots.prompt_left, roots.prompt_left, takes=("request_id",)),
+    ), optional=True),
     HookGroup("http", ("http_receive", "detokenize", "teardown"), (
         HookSpec("fastapi.applications:FastAPI.build_middleware_stack", leave=shell, replaces=True, pausable=False),
     )),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from stagetrace.plugin import Guard, Root, current, marks, new_root, recorder, signed
+from stagetrace.plugin import Guard, Root, current, marks, recorder
+
+from . import roots
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -15,12 +17,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 ROUTES = {"/v1/chat/completions": 1, "/v1/completions": 2}
-#: Header → (field, longest value kept). Nothing else of a request's headers is read.
-HEADERS = {
-    b"traceparent": (marks.TRACEPARENT, 128),
-    b"tracestate": (marks.TRACESTATE, 512),
-    b"x-request-id": (marks.CLIENT_ID, 128),
-}
+#: Header → longest value kept. Nothing else of a request's headers is read.
+HEADERS = {b"traceparent": 128, b"tracestate": 512, b"x-request-id": 128}
 
 guard = Guard("asgi")
 
@@ -57,22 +55,28 @@ def begin(scope: Scope, receive: Receive, send: Send) -> Watch | None:
         operation = ROUTES.get(path)
         if operation is None or recorder.paused():
             return None
-        root = new_root()
-        recorder.mark(marks.ROOT, root.number, signed(root.trace_high), signed(root.trace_low), operation, 0)
+        headers = texts(scope.get("headers") or ())
+        root = roots.begin(marks.HTTP, operation, headers=headers)
         recorder.text(marks.ROUTE, root.number, path)
-        seen = set()
-        for name, value in scope.get("headers") or ():
-            field = HEADERS.get(name.lower())
-            # The first of a repeated header wins; an over-long or unprintable one is nobody's id.
-            if field and name not in seen and len(value) <= field[1] and value.isascii():
-                seen.add(name)
-                text = value.decode("ascii")
-                if text.isprintable():
-                    recorder.text(field[0], root.number, text)
+        if "x-request-id" in headers:
+            recorder.text(marks.CLIENT_ID, root.number, headers["x-request-id"])
         return Watch(root, receive, send)
     except Exception as error:
         guard.failed(error)
         return None
+
+
+def texts(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Those of a request's headers that are ours to read."""
+    found: dict[str, str] = {}
+    for name, value in headers:
+        key = name.lower()
+        # The first of a repeated header wins; an over-long or unprintable one is nobody's id.
+        if len(value) <= HEADERS.get(key, -1) and value.isascii():
+            text = value.decode("ascii")
+            if text.isprintable():
+                found.setdefault(key.decode("ascii"), text)
+    return found
 
 
 class Watch:

@@ -11,6 +11,9 @@ import os
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from . import marks
+from .parents import Caller
+
 _salt = int.from_bytes(os.urandom(8), "little")
 #: Its ``next`` is one step of the interpreter: threads cannot get the same number.
 _issued = itertools.count(1)
@@ -38,6 +41,9 @@ class Root:
     number: int
     trace_high: int
     trace_low: int
+    #: Where it comes from: ``marks.HTTP``, ``OFFLINE`` or ``DIRECT``.
+    kind: int = marks.HTTP
+    caller: Caller | None = None
     received_bytes: int = 0
     text_sent: bool = False
     streams: bool = False
@@ -48,9 +54,9 @@ class Root:
 current: ContextVar[Root | None] = ContextVar("stagetrace_root", default=None)
 
 
-def new_root() -> Root:
+def new_root(kind: int = marks.HTTP) -> Root:
     """A root with fresh ids: 128 random bits for the trace, 64 for the span."""
     while True:
         high, low = int.from_bytes(os.urandom(8), "little"), int.from_bytes(os.urandom(8), "little")
         if high or low:
-            return Root(number(), high, low)
+            return Root(number(), high, low, kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import marks
+from . import instrument, marks, parents, uninstrument
 from .clock import now
 from .context import Root, current, new_root, number
 from .guard import Guard
@@ -11,6 +11,7 @@ from .marks import key_of, signed
 from .runtime import Integration, activate, engine_starts, recorder
 
 __all__ = [
+    "OPTIONS",
     "Guard",
     "HookGroup",
     "HookSpec",
@@ -19,11 +20,17 @@ __all__ = [
     "activate",
     "current",
     "engine_starts",
+    "instrument",
     "key_of",
     "marks",
     "new_root",
     "now",
     "number",
+    "parents",
     "recorder",
     "signed",
+    "uninstrument",
 ]
+
+#: What ``instrument`` takes.
+OPTIONS = ("store", "store_max", "otlp", "prometheus", "sample")

@@ -84,10 +84,9 @@ def test_a_plain_process_is_left_alone(tmp_path: Path) -> None:
 
 SWITCHED_ON = """
 import sys
-import time
 from vllm import LLM, SamplingParams
 llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=2560)
-llm.generate([sys.argv[2]], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+llm.generate([sys.argv[2]], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
 """
 
 
@@ -106,5 +105,21 @@ def test_a_variable_switches_it_on(starter: Starter, model: Path, tmp_path: Path
         assert time.monotonic() < until
         time.sleep(0.1)
     (record,) = load(tmp_path / "stagetrace.db").requests
-    assert (record.status, record.output_tokens) == ("ok", 3)
+    assert (record.status, record.output_tokens) == ("ok", 8)
     assert violations(record) == []
+
+
+def test_opentelemetry_instrument(starter: Starter, model: Path, tmp_path: Path) -> None:
+    """A program that knows nothing of us, under OpenTelemetry's own launcher."""
+    (tmp_path / "program.py").write_text(SWITCHED_ON)
+    environment = {**os.environ, **starter.engine.environment(), **CONFIGURATIONS["plain_inproc"].environment()}
+    nowhere = [f"--{signal}_exporter=none" for signal in ("traces", "metrics", "logs")]
+    launcher = str(Path(sys.executable).with_name("opentelemetry-instrument"))
+    done = subprocess.run(
+        [launcher, *nowhere, sys.executable, "program.py", str(model), starter.prompt(60, 1)],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (record,) = load(tmp_path / "stagetrace.db").requests
+    assert violations(record, complete=True) == []
+    assert (record.status, record.output_tokens, record.parent_span_id) == ("ok", 8, None)

@@ -15,7 +15,10 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 REQUIREMENTS = REPO / "requirements"
 UV = Path(sys.executable).with_name("uv")
-GROUPS = ("console_scripts", "stagetrace.exporters", "stagetrace.integrations", "vllm.general_plugins")
+GROUPS = (
+    "console_scripts", "opentelemetry_instrumentor", "stagetrace.exporters", "stagetrace.integrations",
+    "vllm.general_plugins",
+)  # fmt: skip
 
 # Runs in the clean environment; prints what it loaded.
 LOAD = """
@@ -79,7 +82,7 @@ def test_the_command_starts(clean_python: Path) -> None:
     assert "Usage" in output(clean_python.with_name("stagetrace"), "--help")
 
 
-@pytest.mark.parametrize("extras", ["", "[gpu,report,gate,prometheus]"])
+@pytest.mark.parametrize("extras", ["", "[gpu,report,gate,prometheus,instrumentor]"])
 def test_an_engine_s_packages_stay_as_they_are(wheel: Path, extras: str) -> None:
     listing = output(UV, "pip", "install", "--dry-run", "--python", sys.executable, f"{wheel}{extras}")
     changes = re.findall(r"^ [-+~] (\S+?)==", listing, re.MULTILINE)

@@ -1,0 +1,126 @@
+"""Roots and their parents in the engine's front end: one per call, whichever of its doors the call came through."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextvars import Context
+from pathlib import Path
+
+import pytest
+from opentelemetry import trace
+
+from stagetrace import marks
+from stagetrace.context import Root, current
+from stagetrace.marks import Mark, TextMark
+from stagetrace.recorder import Recorder
+from stagetrace_vllm import asgi, roots
+from tests.unit.helpers import rings
+
+
+def headers(digit: str) -> dict[str, str]:
+    return {"traceparent": f"00-{digit * 32}-{digit * 16}-01", "tracestate": f"v={digit}"}
+
+
+@pytest.fixture
+def recorder(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    made = Recorder(directory)
+    monkeypatch.setattr(roots, "recorder", made)
+    monkeypatch.setattr(asgi, "recorder", made)
+    yield made
+    assert current.get() is None, "a root is left in the context"
+
+
+def written(directory: Path) -> list[Mark | TextMark]:
+    return [mark for ring in rings(directory) for mark in ring.read(final=True)]
+
+
+def parent_of(directory: Path, root: Root) -> list[str]:
+    """The traceparents written for a root, in order."""
+    found = [m for m in written(directory) if isinstance(m, TextMark) and m.key == root.number]
+    return [m.text for m in found if m.field == marks.TRACEPARENT]
+
+
+def span(number: int) -> trace.Span:
+    return trace.NonRecordingSpan(trace.SpanContext(number, number, False, trace.TraceFlags(1)))
+
+
+def test_headers_go_before_the_current_span(recorder: Recorder, directory: Path) -> None:
+    with trace.use_span(span(5)):
+        given, found = roots.begin(marks.HTTP, headers=headers("a")), roots.begin(marks.OFFLINE)
+        unsound = roots.begin(marks.DIRECT, headers={"traceparent": "nobody"})
+    assert parent_of(directory, given) == [headers("a")["traceparent"]]
+    assert parent_of(directory, found) == parent_of(directory, unsound) == [f"00-{5:032x}-{5:016x}-01"]
+    assert parent_of(directory, roots.begin(marks.HTTP)) == []
+
+
+def test_trace_headers_go_before_the_current_span_but_not_before_the_request_s_own(
+    recorder: Recorder, directory: Path
+) -> None:
+    with trace.use_span(span(5)):
+        inherited = roots.begin(marks.HTTP)
+    brought = roots.begin(marks.HTTP, headers=headers("a"))
+    for root in (inherited, brought):
+        token = current.set(root)
+        assert roots.direct_entered(None, "id", "prompt", headers("b")) is None
+        current.reset(token)
+    assert parent_of(directory, inherited)[-1] == headers("b")["traceparent"]
+    assert parent_of(directory, brought) == [headers("a")["traceparent"]]
+
+
+def test_concurrent_requests_keep_their_roots(recorder: Recorder, directory: Path) -> None:
+    async def ask(digit: str) -> tuple[str, Root, Root | None]:
+        state = roots.direct_entered(None, digit, "prompt", headers(digit))
+        assert state is not None
+        await asyncio.sleep(0)
+        inside = current.get()
+        assert await asyncio.to_thread(tokenizes, digit) is inside
+        roots.direct_left(state, None, None)
+        return digit, state[0], inside
+
+    def tokenizes(digit: str) -> Root | None:
+        """What a thread that has inherited nothing works for."""
+
+        def work() -> Root | None:
+            token = roots.prompt_entered(None, digit)
+            inside = current.get()
+            roots.prompt_left(token, None, None)
+            assert current.get() is None
+            return inside
+
+        return Context().run(work)
+
+    async def all_of_them() -> list[tuple[str, Root, Root | None]]:
+        return await asyncio.gather(*map(ask, "123456789"))
+
+    for digit, root, inside in asyncio.run(all_of_them()):
+        assert inside is root and root.kind == marks.DIRECT
+        assert parent_of(directory, root) == [headers(digit)["traceparent"]]
+
+
+def test_a_call_that_is_refused_or_given_up_at_the_door_ends(recorder: Recorder, directory: Path) -> None:
+    for error in (ValueError(), asyncio.CancelledError()):
+        state = roots.direct_entered(None, "id", "prompt", None)
+        assert state is not None
+        roots.direct_failed(state, None, error)
+    kinds = [m.kind for m in written(directory) if isinstance(m, Mark)]
+    assert kinds == [marks.ROOT, marks.END, marks.ROOT, marks.DISCONNECT, marks.END]
+
+
+def test_a_request_in_pieces_is_left_to_the_hand_over(recorder: Recorder, directory: Path) -> None:
+    async def pieces() -> object:
+        yield "piece"
+
+    assert roots.direct_entered(None, "id", pieces(), headers("a")) is None
+    assert written(directory) == []
+
+
+def test_a_request_s_headers(recorder: Recorder, directory: Path) -> None:
+    """Only three are read; the first of a repeated one counts, an unreadable one does not."""
+    found = asgi.texts(
+        [
+            (b"Authorization", b"secret"), (b"Traceparent", b"one"), (b"traceparent", b"two"),
+            (b"x-request-id", b"\xff"), (b"X-Request-Id", b"mine"), (b"tracestate", b"x" * 513),
+        ]
+    )  # fmt: skip
+    assert found == {"traceparent": "one", "x-request-id": "mine"}

@@ -15,6 +15,7 @@ import pytest
 from stagetrace import api, load, marks, runtime, session
 from stagetrace.collect.loop import Collector
 from stagetrace.collect.sink import StoreSink, say
+from stagetrace.collect.sinks import Guarded
 from stagetrace.context import Root, new_root
 from stagetrace.model import RequestRecord, RunRecord, StepRecord
 from stagetrace.recorder import Recorder
@@ -391,3 +392,13 @@ def test_a_store_it_cannot_have_leaves_the_engine_alone(base: Path, tmp_path: Pa
 def test_rings_of_this_file_s_helpers_are_rings(directory: Path) -> None:
     craft(directory / "ring-1-0-0", [record(1)])
     assert [ring.capacity for ring in rings(directory)] == [8]
+
+
+def test_the_session_says_whether_traces_go_out(directory: Path) -> None:
+    class Sending(Sink):
+        traces = True
+
+    Collector(directory, [Sink()])
+    assert not (directory / session.TRACES).exists()
+    Collector(directory, [Sink(), Guarded("sending", Sending(), print)])
+    assert (directory / session.TRACES).exists()

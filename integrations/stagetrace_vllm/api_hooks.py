@@ -9,6 +9,7 @@ from stagetrace.plugin import (
     HookSpec,
     current,
     engine_starts,
+    exports_traces,
     key_of,
     marks,
     now,
@@ -90,7 +91,7 @@ def tokenizer_took(_renderer: Any, prompt: Any) -> None:
         recorder.mark(marks.TOKENIZE_RUN, number)
 
 
-def handed_over(_processor: Any, request: Any, parent_req: Any, request_index: Any) -> None:
+def handed_over(processor: Any, request: Any, parent_req: Any, request_index: Any) -> None:
     """The engine request exists and is about to be sent: join it to its root."""
     root = root_now() or roots.begin(marks.DIRECT, headers=request.trace_headers)
     sequence = key_of(request.request_id)
@@ -107,6 +108,9 @@ def handed_over(_processor: Any, request: Any, parent_req: Any, request_index: A
         recorder.mark(marks.SAMPLING, sequence, temperature, top_p, params.top_k, grammar)
     if parent_req is None or (request_index or 0) + 1 >= parent_req.sampling_params.n:
         roots.handed_over()
+    # The engine copies these into every output, so only for an engine that makes spans of its own.
+    if getattr(processor, "tracing_enabled", False) and exports_traces():
+        request.trace_headers = roots.headers_of(root)
 
 
 def response_id(request: Any, over_http: bool) -> str:

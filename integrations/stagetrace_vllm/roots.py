@@ -58,6 +58,15 @@ def adopt(root: Root, caller: parents.Caller | None) -> None:
         recorder.text(marks.TRACESTATE, root.number, caller.tracestate)
 
 
+def headers_of(root: Root) -> dict[str, str]:
+    """What makes a span of the engine's own the root's child."""
+    caller = root.caller if parents.trusted() else None
+    trace = caller.span.trace_id if caller else f"{root.trace_high:016x}{root.trace_low:016x}"
+    flags = int(caller.span.sampled) if caller else 1
+    headers = {"traceparent": f"00-{trace}-{root.number:016x}-{flags:02x}"}
+    return {**headers, "tracestate": caller.tracestate} if caller and caller.tracestate else headers
+
+
 def root_now() -> Root | None:
     """The root the running code works for; offline, a new one for each prompt that turns up."""
     root = current.get()

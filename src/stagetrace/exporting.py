@@ -43,7 +43,9 @@ Say = Callable[[str], None]
 class Sink(Protocol):
     """Where records go. Must not raise for what it can count instead, and never wait for anybody's network.
 
-    ``requests`` gets snapshots of running requests, too, with the status ``in_flight``.
+    ``requests`` gets snapshots of running requests, too, with the status ``in_flight``. A sink with an attribute
+    ``traces`` that is true sends a span for each request, under its record's ids: it becomes the parent of whatever
+    spans the engine makes by itself.
     """
 
     def run(self, run: RunRecord) -> None: ...

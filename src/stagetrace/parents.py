@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -19,6 +20,11 @@ class Caller(NamedTuple):
     traceparent: str
     tracestate: str
     explicit: bool
+
+
+def trusted() -> bool:
+    """Whether the spans that callers name may be parents at all."""
+    return os.environ.get("STAGETRACE_TRUST_TRACEPARENT") != "0"
 
 
 def of_headers(headers: Mapping[str, str] | None) -> Caller | None:

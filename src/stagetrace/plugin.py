@@ -8,7 +8,7 @@ from .context import Root, current, new_root, number
 from .guard import Guard
 from .hooks import HookGroup, HookSpec
 from .marks import key_of, signed
-from .runtime import Integration, activate, engine_starts, recorder
+from .runtime import Integration, activate, engine_starts, exports_traces, recorder
 
 __all__ = [
     "OPTIONS",
@@ -20,6 +20,7 @@ __all__ = [
     "activate",
     "current",
     "engine_starts",
+    "exports_traces",
     "instrument",
     "key_of",
     "marks",

@@ -119,6 +119,12 @@ def engine_starts() -> None:
     recorder.attach(directory)
 
 
+def exports_traces() -> bool:
+    """Whether this session's collector sends traces to a back end."""
+    directory = recorder.directory
+    return directory is not None and (directory / session.TRACES).exists()
+
+
 def options(values: dict[str, Any]) -> None:
     """Remember what ``instrument`` was asked for until an engine is built."""
     if _state.options is None:

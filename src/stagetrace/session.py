@@ -23,6 +23,8 @@ OWNER = "collector.pid"
 #: `flush` writes a stamp into the first; the collector copies it into the second once it has stored everything.
 FLUSH = "flush"
 FLUSHED = "flushed"
+#: Lies there while the collector sends traces to a back end.
+TRACES = "traces"
 #: What the collector has heard of each process's hooks, as JSON: rings are written round and round, and forget it.
 HOOKS = "hooks.json"
 #: A session of another container is left alone for this long after it was made, whatever it looks like.

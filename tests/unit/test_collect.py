@@ -15,6 +15,7 @@ import pytest
 from stagetrace import api, load, marks, runtime, session
 from stagetrace.collect.loop import Collector
 from stagetrace.collect.sink import StoreSink, say
+from stagetrace.collect.sinks import Guarded
 from stagetrace.context import Root, new_root
 from stagetrace.model import RequestRecord, RunRecord, StepRecord
 from stagetrace.recorder import Recorder
@@ -403,3 +404,13 @@ def test_who_flushes_is_not_told_that_a_store_has_what_it_has_not(tmp_path: Path
         collector.poll()
         assert (directory / session.FLUSHED).exists() is answered
         collector.close()
+
+
+def test_the_session_says_whether_traces_go_out(directory: Path) -> None:
+    class Sending(Sink):
+        traces = True
+
+    Collector(directory, [Sink()])
+    assert not (directory / session.TRACES).exists()
+    Collector(directory, [Sink(), Guarded("sending", Sending(), print)])
+    assert (directory / session.TRACES).exists()

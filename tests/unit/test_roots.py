@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextvars import Context
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from opentelemetry import trace
 
-from stagetrace import marks
+from stagetrace import marks, parents
 from stagetrace.context import Root, current
 from stagetrace.marks import Mark, TextMark
 from stagetrace.recorder import Recorder
-from stagetrace_vllm import asgi, roots
+from stagetrace_vllm import api_hooks, asgi, roots
 from tests.unit.helpers import rings
 
 
@@ -124,3 +126,39 @@ def test_a_request_s_headers(recorder: Recorder, directory: Path) -> None:
         ]
     )  # fmt: skip
     assert found == {"traceparent": "one", "x-request-id": "mine"}
+
+
+@dataclass
+class Request:
+    request_id: str = "r-1"
+    prompt_token_ids: tuple[int, ...] = (1, 2)
+    sampling_params: None = None
+    trace_headers: dict[str, str] | None = None
+
+
+@pytest.mark.parametrize("caller", ["a", None])
+@pytest.mark.parametrize(("tracing", "exported"), [(True, True), (True, False), (False, True)])
+def test_a_span_of_the_engine_s_own_becomes_our_child_where_both_are_exported(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, tracing: bool, exported: bool, caller: str | None
+) -> None:
+    monkeypatch.setattr(api_hooks, "recorder", recorder)
+    monkeypatch.setattr(api_hooks, "exports_traces", lambda: exported)
+    given = headers(caller) if caller else None
+    root = roots.begin(marks.HTTP, headers=given)
+    token = current.set(root)
+    request = Request(trace_headers=given)
+    api_hooks.handed_over(SimpleNamespace(tracing_enabled=tracing), request, None, 0)
+    current.reset(token)
+    if not (tracing and exported):
+        assert request.trace_headers == given
+        return
+    found = parents.of_headers(request.trace_headers)
+    assert found is not None and found.span.span_id == f"{root.number:016x}" and found.span.sampled
+    assert found.span.trace_id == (caller * 32 if caller else f"{root.trace_high:016x}{root.trace_low:016x}")
+    assert found.tracestate == (f"v={caller}" if caller else "")
+
+
+def test_a_caller_that_is_not_trusted_is_not_handed_on(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGETRACE_TRUST_TRACEPARENT", "0")
+    root = roots.begin(marks.HTTP, headers=headers("a"))
+    assert roots.headers_of(root)["traceparent"].split("-")[1] == f"{root.trace_high:016x}{root.trace_low:016x}"

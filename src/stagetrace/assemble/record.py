@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 from .. import marks
 from ..model import RequestRecord, StageRecord
+from ..parents import trusted
 from ..propagation import Parent, parse
 from ..stats import inter_token, spread
 from .book import Root
@@ -135,6 +135,4 @@ def _prefill_ms(rows: list[StageRecord]) -> float | None:
 
 def _caller(root: Root) -> Parent | None:
     """The caller's span where its traceparent is sound and trusted."""
-    if os.environ.get("STAGETRACE_TRUST_TRACEPARENT") == "0":
-        return None
-    return parse(root.texts.get(marks.TRACEPARENT, ""))
+    return parse(root.texts.get(marks.TRACEPARENT, "")) if trusted() else None

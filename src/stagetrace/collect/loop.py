@@ -45,6 +45,9 @@ class Collector:
         self._settings: dict[str, str] | None = None
         self._flushed = ""
         self._hooks = "{}"
+        if any(getattr(sink, "traces", False) for sink in sinks):
+            with suppress(OSError):  # full: the engine's own spans then stay the caller's children
+                session.write(directory / session.TRACES, "")
 
     def poll(self) -> int:
         """Read what is new; return the number of marks, so that the owner knows how busy it is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 
 from ..exporting import Exporter, Options, RequestRecord, RunRecord, Say, Sink, StepRecord
@@ -73,6 +73,9 @@ class Guarded:
         self.name = name
         self.sink = sink
         self.failed = 0
+        self.traces = False
+        with suppress(Exception):
+            self.traces = bool(getattr(sink, "traces", False))
         self._say = say
 
     def run(self, run: RunRecord) -> None:

@@ -100,6 +100,8 @@ def _send(endpoint: str, grpc: bool, said: _Said) -> bool:
 
     logger = logging.getLogger("opentelemetry")
     propagate, logger.propagate = logger.propagate, False
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # whatever this process has made of it: the exporter's words are the reason
     logger.addHandler(said)
     try:
         thread = threading.Thread(target=work, daemon=True)
@@ -109,6 +111,7 @@ def _send(endpoint: str, grpc: bool, said: _Said) -> bool:
         return bool(results) and results[0]
     finally:
         logger.removeHandler(said)
+        logger.setLevel(level)
         logger.propagate = propagate
 
 

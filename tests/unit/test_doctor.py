@@ -186,7 +186,8 @@ def test_one_of_several_alternatives_will_do(
 def test_nothing_of_the_engine_is_imported(stagetrace: Cli, engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     made = engine(core="raise SystemExit('imported')\n" + SOURCE)
     installed(monkeypatch, "0.32.0", *everything(made))
-    examined(stagetrace, 0)
+    document, _ = examined(stagetrace, 0)
+    assert unseen(document) == []
 
 
 def test_a_stage_that_cannot_be_timed_here(stagetrace: Cli, engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:

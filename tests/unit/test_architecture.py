@@ -59,6 +59,8 @@ EXCEPT = ("stagetrace.collect", "stagetrace.collect.spawn")
 
 ENGINES = re.compile(r"\b(vllm|sglang|transformers)\b", re.IGNORECASE)
 # Spelt so that this line is no hit itself.
+#: What a merge leaves in a file when nobody chose.
+HALF_MERGED = re.compile(r"^(<{7}|>{7}) ")
 MACHINE_PATHS = re.compile(r"(?<![\w.~-])/(?:work|root|home)" + r"/\w|/opt/" + "wheels")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 40
@@ -186,7 +188,7 @@ def test_the_core_names_no_engine() -> None:
     assert not bad, "\n".join(bad)
 
 
-def test_no_path_of_a_machine() -> None:
+def test_no_path_of_a_machine_and_nothing_half_merged() -> None:
     if not (REPO / ".git").exists():
         pytest.skip("not a checkout")
     # Also what is not committed yet: this is to fail before the commit, not after.
@@ -194,7 +196,7 @@ def test_no_path_of_a_machine() -> None:
     names = subprocess.run(listing, cwd=REPO, capture_output=True, text=True, check=True).stdout.split("\0")
     files = [REPO / name for name in names if name and (REPO / name).is_file()]
     assert REPO / "pyproject.toml" in files
-    bad = [hit for path in files for hit in hits(path, MACHINE_PATHS)]
+    bad = [hit for path in files for pattern in (MACHINE_PATHS, HALF_MERGED) for hit in hits(path, pattern)]
     assert not bad, "\n".join(bad)
 
 

@@ -58,9 +58,9 @@ NOT_IN_ENGINES = (
 EXCEPT = ("stagetrace.collect", "stagetrace.collect.spawn")
 
 ENGINES = re.compile(r"\b(vllm|sglang|transformers)\b", re.IGNORECASE)
-# Spelt so that this line is no hit itself.
-#: What a merge leaves in a file when nobody chose.
+# What a merge leaves in a file when nobody chose.
 HALF_MERGED = re.compile(r"^(<{7}|>{7}) ")
+# Spelt so that this line is no hit itself.
 MACHINE_PATHS = re.compile(r"(?<![\w.~-])/(?:work|root|home)" + r"/\w|/opt/" + "wheels")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 40

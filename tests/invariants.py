@@ -122,7 +122,8 @@ def _order(record: RequestRecord) -> None:
 
 
 def _ending(record: RequestRecord) -> None:
-    """An aborted or failed request has nothing after the stage it ended in."""
+    """An aborted or failed request has a reason, and nothing after the stage it ended in."""
+    assert (record.error_type is not None) == (record.status in ("error", "aborted")), record.error_type
     if record.status == "ok":
         assert not [s.key for s in record.stages if s.state == "not_reached"]
         return

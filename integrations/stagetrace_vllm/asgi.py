@@ -37,11 +37,11 @@ class Shell:
         token = current.set(watch.root)
         try:
             await self.app(scope, watch.receive, watch.send)
-        except BaseException:
-            watch.end(failed=1)
+        except BaseException as error:
+            watch.end(error)
             raise
         else:
-            watch.end(failed=0)
+            watch.end()
         finally:
             current.reset(token)
 
@@ -120,10 +120,10 @@ class Watch:
             recorder.mark(marks.FIRST_TEXT, root.number)
         recorder.mark(marks.SENT, root.number, len(body))
 
-    def end(self, failed: int) -> None:
-        """Note that the application has returned."""
+    def end(self, raised: BaseException | None = None) -> None:
+        """Note that the application has returned, or what it ``raised``."""
         try:
-            recorder.mark(marks.END, self.root.number, failed)
+            roots.end(self.root, raised)
         except Exception as error:
             guard.failed(error)
 

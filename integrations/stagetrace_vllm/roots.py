@@ -58,6 +58,13 @@ def adopt(root: Root, caller: parents.Caller | None) -> None:
         recorder.text(marks.TRACESTATE, root.number, caller.tracestate)
 
 
+def end(root: Root, raised: BaseException | None = None) -> None:
+    """Note that the call is over."""
+    if raised is not None:
+        recorder.text(marks.ERROR, root.number, marks.class_of(raised))
+    recorder.mark(marks.END, root.number, raised is not None)
+
+
 def headers_of(root: Root) -> dict[str, str]:
     """What makes a span of the engine's own the root's child."""
     caller = root.caller if parents.trusted() else None
@@ -114,7 +121,7 @@ def direct_failed(state: Entered | None, _engine: Any, error: BaseException) -> 
     root = state[0]
     if isinstance(error, CancelledError):
         recorder.mark(marks.DISCONNECT, root.number)
-    recorder.mark(marks.END, root.number, 1)
+    end(root, error)
     _leave(*state)
 
 
@@ -145,18 +152,18 @@ def offline_entered(_llm: Any) -> bool:
 
 def offline_left(outermost: bool, _llm: Any, _result: Any) -> None:
     """The outputs are about to be returned."""
-    _offline_end(outermost, failed=0)
+    _offline_end(outermost)
 
 
-def offline_failed(outermost: bool, _llm: Any, _error: BaseException) -> None:
+def offline_failed(outermost: bool, _llm: Any, error: BaseException) -> None:
     """The call raised."""
-    _offline_end(outermost, failed=1)
+    _offline_end(outermost, error)
 
 
-def _offline_end(outermost: bool, failed: int) -> None:
+def _offline_end(outermost: bool, raised: BaseException | None = None) -> None:
     call = _offline.call
     if not outermost or call is None:
         return
     _offline.call = None
     for root in call.roots:
-        recorder.mark(marks.END, root.number, failed)
+        end(root, raised)

@@ -61,7 +61,7 @@ SAMPLE = 68
 EMBEDDING = 69  # d = rows
 
 # Fields of text records. Key = root, sequence, or 0 for the process itself.
-TRACEPARENT, TRACESTATE, CLIENT_ID, ROUTE, MODEL, EXTERNAL_ID, INTERNAL_ID, ENGINE, HOOK = range(1, 10)
+TRACEPARENT, TRACESTATE, CLIENT_ID, ROUTE, MODEL, EXTERNAL_ID, INTERNAL_ID, ENGINE, HOOK, ERROR = range(1, 11)
 
 #: Where a root comes from: an HTTP call, an offline call, or code that holds the engine itself.
 HTTP, OFFLINE, DIRECT = range(3)
@@ -97,6 +97,12 @@ def key_of(identifier: str) -> int:
     distinct, because the engine refuses a duplicate.
     """
     return int.from_bytes(blake2b(identifier.encode(), digest_size=8).digest(), "little")
+
+
+def class_of(error: BaseException) -> str:
+    """All that is kept of an exception: messages of validation errors repeat what was sent."""
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def signed(number: int) -> int:

@@ -126,11 +126,10 @@ class Engines:
 def of_requests(call: Sequence[RequestRecord], engines: Engines) -> Iterator[Observation]:
     """What a call that is over says; ``call`` are its sequences. Calls count once, tokens and stages each time."""
     first = call[0]
-    failed = {"error": "_OTHER", "aborted": "aborted"}
     ends = [record.e2e_ms for record in call if record.e2e_ms is not None]
     if ends:
-        worst = next((failed[r.status] for r in call if r.status in failed), "")
-        yield Observation(_DURATION, max(ends) / 1e3, {**_labels(first, engines), "error": worst}, first)
+        error = next((r.error_type for r in call if r.error_type), "")
+        yield Observation(_DURATION, max(ends) / 1e3, {**_labels(first, engines), "error": error}, first)
     # Timers are those of answered calls, as in `stagetrace numbers`: others would make the server look fast.
     if all(record.status == "ok" and record.e2e_ms is not None for record in call):
         for record in call:

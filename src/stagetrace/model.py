@@ -10,7 +10,7 @@ from typing import Any
 
 from .stages import STAGES
 
-#: Version of the JSON documents and of the store's schema.
+#: Version of the JSON documents; the store has one of its own.
 SCHEMA = 1
 
 
@@ -62,6 +62,15 @@ class RequestRecord:
     token_times_ms: list[float] = field(default_factory=list)
     #: The caller's wish, where a trusted caller sent one.
     caller_sampled: bool | None = None
+    #: The ``tracestate`` that came with the caller's span, parent or not.
+    tracestate: str | None = None
+    #: The caller's span where callers are not trusted: then it is no parent, and the trace is the request's own.
+    link_trace_id: str | None = None
+    link_span_id: str | None = None
+    #: The HTTP status the call was answered with.
+    http_status: int | None = None
+    #: Why it was not answered in full, in one word; see :func:`stagetrace.assemble.ending.error_of`.
+    error_type: str | None = None
     #: Which engine core served it, and the front-end process that took it in.
     engine: int | None = None
     process: int | None = None

@@ -51,9 +51,12 @@ class Ask:
     #: How much longer every further send takes to get done.
     slower: int = 0
     abort_at: int | None = None
-    #: HTTP 400 where: "body", "tokenize" or "parameters".
+    #: Refused where: "body", "tokenize" or "parameters"; with which HTTP status; by which exception.
     refuse: str | None = None
+    answer: int = 400
+    raises: str | None = None
     traceparent: str | None = None
+    tracestate: str | None = None
 
 
 @dataclass
@@ -232,6 +235,8 @@ class Script:
             self._text(MAIN, t, marks.ROUTE, number, "/v1/" + ask.kind)
             if ask.traceparent:
                 self._text(MAIN, t, marks.TRACEPARENT, number, ask.traceparent)
+            if ask.tracestate:
+                self._text(MAIN, t, marks.TRACESTATE, number, ask.tracestate)
             if ask.refuse != "body":
                 script.append((t := t + 400 * US, MAIN, marks.HANDLER, (200, int(ask.stream), ask.n, ask.output)))
         if ask.kind == "chat" and ask.refuse != "body":
@@ -246,7 +251,7 @@ class Script:
                 self._mark(ring, when, kind, number, *payload)
         t += 80 * US if ask.kind != "direct" else 0
         if ask.refuse:
-            self._answer(root, t, 400)
+            self._answer(root, t, ask.answer)
         elif ask.abort_at is not None and ask.abort_at < t:
             self._disconnect(root, ask.abort_at)
         else:
@@ -274,7 +279,9 @@ class Script:
         self._mark(MAIN, t, marks.STATUS, root.number, status)
         self._send(root, t + 30 * US)
         self._send(root, t + 50 * US, size=0)
-        self._end(root, t + 90 * US)
+        if root.ask.raises:
+            self._text(MAIN, t + 90 * US, marks.ERROR, root.number, root.ask.raises)
+        self._end(root, t + 90 * US, failed=int(root.ask.raises is not None))
 
     def _send(self, root: Root, t: int, size: int = 100) -> int:
         t = max(t, root.sends[-1] if root.sends else 0)

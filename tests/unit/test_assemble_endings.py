@@ -43,6 +43,7 @@ def test_a_client_that_leaves(key: str, stream: bool, options: dict[str, Any]) -
     # What the worker does in one step cannot be told apart until the step's output is back.
     where = {"embedding": "prefill", "lm_head": "prefill", "sample": "prefill"}.get(key, key)
     assert (record.status, record.finish_reason) == ("aborted", "abort" if key != "teardown" else "length")
+    assert record.error_type == "aborted"
     assert record.active_stage == where, record
     active = record.stage(record.active_stage)
     assert record.e2e_ms is not None and record.e2e_ms >= at / 1e6
@@ -91,6 +92,15 @@ def test_refused_before_it_became_a_sequence(kind: str, where: str, key: str) ->
     assert record.stage(key).state == "measured"
     assert (record.ttft_ms, record.output_tokens, record.cached_tokens) == (None, None, None)
     assert record.prompt_tokens == (20 if where == "parameters" else None)
+    assert (record.http_status, record.error_type) == (400, "400")
+
+
+@pytest.mark.parametrize(("answer", "raises"), [(503, None), (404, None), (500, "builtins.OSError"), (200, "a.B")])
+def test_an_error_is_called_by_its_exception_or_else_by_its_status(answer: int, raises: str | None) -> None:
+    """A framework answers an exception with 500 and lets it pass: the class says more than the number."""
+    record = Script().run(Ask(refuse="parameters", answer=answer, raises=raises)).records()[0]
+    check_all([record])
+    assert (record.status, record.http_status, record.error_type) == ("error", answer, raises or str(answer))
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -105,6 +115,9 @@ def test_an_engine_that_dies(depth: int, stream: bool) -> None:
     assert records[1].stage("decode").attributes["interrupted"] is True
     assert records[2].active_stage in ("prefill", "admission")
     assert all(r.e2e_ms is not None and r.finish_reason is None for r in records[1:])
+    # A stream has said 200 by then; who had nothing yet is answered with 500.
+    assert [r.error_type for r in records] == [None, "engine_died" if stream else "500", "500"]
+    assert [r.http_status for r in records] == [200, 200 if stream else 500, 500]
 
 
 def test_an_engine_that_dies_under_the_program_that_holds_it() -> None:
@@ -112,6 +125,15 @@ def test_an_engine_that_dies_under_the_program_that_holds_it() -> None:
     record = script.records()[0]
     check_all([record])
     assert (record.status, record.active_stage, record.e2e_ms) == ("error", "decode", None)
+    assert (record.http_status, record.error_type) == (None, "engine_died")
+
+
+def test_a_request_that_the_engine_gives_up_on() -> None:
+    script = Script().run(Ask())
+    script.change(marks.FREE, lambda mark: mark._replace(a=4))
+    record = script.records()[0]
+    check_all([record])
+    assert (record.status, record.finish_reason, record.error_type) == ("error", "error", "engine_error")
 
 
 def test_an_engine_that_has_left_after_a_whole_answer_takes_nothing_back() -> None:
@@ -133,6 +155,7 @@ def test_an_api_server_that_dies() -> None:
     assert [r.e2e_ms for r in records[1:]] == [None, None]
     assert [r.coverage for r in records[1:]] == [None, None]
     assert records[1].ttft_ms is not None
+    assert [r.error_type for r in records] == [None, "process_ended", "process_ended"]
 
 
 def test_an_exception_that_leaves_the_application() -> None:
@@ -141,7 +164,7 @@ def test_an_exception_that_leaves_the_application() -> None:
     script.change(marks.END, lambda mark: mark._replace(a=1))
     record = script.records()[0]
     check_all([record])
-    assert (record.status, record.active_stage) == ("error", "decode")
+    assert (record.status, record.active_stage, record.error_type) == ("error", "decode", "_OTHER")
 
 
 @pytest.mark.parametrize("depth", [1, 2])

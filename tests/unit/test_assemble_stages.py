@@ -219,9 +219,14 @@ def test_several_prompts_in_one_call_are_sequences_of_one_request() -> None:
 
 def test_the_callers_trace_is_joined_when_it_is_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     header = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    record = Script().run(Ask(traceparent=header)).records()[0]
-    assert (record.trace_id, record.parent_span_id) == (header[3:35], header[36:52])
-    broken = Script().run(Ask(traceparent="00-zz-1-01")).records()[0]
-    assert broken.parent_span_id is None and broken.trace_id == f"{1:016x}{0x1000:016x}"
+    ask = Ask(traceparent=header, tracestate="vendor=1")
+    own = f"{1:016x}{0x1000:016x}"
+    record = Script().run(ask).records()[0]
+    assert (record.trace_id, record.parent_span_id, record.caller_sampled) == (header[3:35], header[36:52], True)
+    assert (record.tracestate, record.link_trace_id, record.link_span_id) == ("vendor=1", None, None)
+    broken = Script().run(Ask(traceparent="00-zz-1-01", tracestate="vendor=1")).records()[0]
+    assert (broken.trace_id, broken.parent_span_id, broken.tracestate) == (own, None, None)
     monkeypatch.setenv("STAGETRACE_TRUST_TRACEPARENT", "0")
-    assert Script().run(Ask(traceparent=header)).records()[0].parent_span_id is None
+    linked = Script().run(ask).records()[0]
+    assert (linked.trace_id, linked.parent_span_id, linked.caller_sampled) == (own, None, None)
+    assert (linked.link_trace_id, linked.link_span_id, linked.tracestate) == (header[3:35], header[36:52], "vendor=1")

@@ -91,7 +91,7 @@ def test_a_failed_call_has_a_duration_and_an_error_type_and_no_timers() -> None:
     records = Script().run(Ask(refuse="parameters"), Ask(at=MS, abort_at=15 * MS, output=50)).records()
     assert set(values(records)) == {"gen_ai.server.request.duration"}
     errors = [s.labels["error"] for call in finished(records) for s in of_requests(call, Engines())]
-    assert errors == ["_OTHER", "aborted"]
+    assert errors == ["400", "aborted"]
 
 
 def test_steps_count_once_though_they_come_again_when_they_are_complete() -> None:
@@ -146,7 +146,7 @@ def test_what_goes_out_over_otlp_is_what_was_observed(monkeypatch: pytest.Monkey
             assert sum(point.sum for point in points) == pytest.approx(sum(expected[name]))
     durations = found["gen_ai.server.request.duration"].histogram.data_points
     assert sorted((attributes(p).get("error.type"), p.count) for p in durations if attributes(p).get("error.type")) == [
-        ("_OTHER", 1)
+        ("400", 1)
     ]
     examples = {e.trace_id.hex() for p in durations for e in p.exemplars}
     assert examples == {records[0].trace_id}, "only a trace that was exported is worth pointing to"

@@ -64,7 +64,7 @@ def test_values_and_labels(page: Any, records: list[RequestRecord]) -> None:
     total = found["gen_ai_server_request_duration_seconds_count", "", "", "", ""]
     assert total.value == len(answered) == 10
     assert total.labels == {"engine": "0", "process": "0", "model": "tiny", "operation": "chat", "error": ""}
-    assert found["gen_ai_server_request_duration_seconds_count", "_OTHER", "", "", ""].value == 1
+    assert found["gen_ai_server_request_duration_seconds_count", "400", "", "", ""].value == 1
     first = found["gen_ai_server_time_to_first_token_seconds_sum", "", "", "", ""]
     assert first.value == pytest.approx(sum(r.ttft_ms or 0 for r in answered) / 1e3)
     assert found["stagetrace_stage_duration_seconds_count", "", "prefill", "", ""].value == 10

@@ -109,6 +109,31 @@ def test_a_call_that_is_refused_or_given_up_at_the_door_ends(recorder: Recorder,
     assert kinds == [marks.ROOT, marks.END, marks.ROOT, marks.DISCONNECT, marks.END]
 
 
+class Refused(Exception):
+    """An exception of the application's."""
+
+
+def test_of_an_exception_the_class_is_kept_and_never_the_message(recorder: Recorder, directory: Path) -> None:
+    async def app(*_: object) -> None:
+        raise Refused("secret prompt")
+
+    async def nothing(*_: object) -> None:
+        raise AssertionError("nobody sends or receives")
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    with pytest.raises(Refused):
+        asyncio.run(asgi.Shell(app)(scope, nothing, nothing))
+    state = roots.direct_entered(None, "id", "prompt", None)
+    roots.direct_failed(state, None, ValueError("secret prompt"))
+    outermost = roots.offline_entered(None)
+    roots.root_now()
+    roots.offline_failed(outermost, None, KeyError("secret prompt"))
+    found = [m.text for m in written(directory) if isinstance(m, TextMark) and m.field == marks.ERROR]
+    assert found == [f"{__name__}.Refused", "ValueError", "KeyError"]
+    assert [m.a for m in written(directory) if isinstance(m, Mark) and m.kind == marks.END] == [1, 1, 1]
+    assert not [m for m in written(directory) if isinstance(m, TextMark) and "secret" in m.text]
+
+
 def test_a_request_in_pieces_is_left_to_the_hand_over(recorder: Recorder, directory: Path) -> None:
     async def pieces() -> object:
         yield "piece"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import sqlite3
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 import stagetrace
 from stagetrace import stages
 from stagetrace.model import RequestRecord, RunRecord, StageRecord, StepRecord, empty_stages
-from stagetrace.store import StoreError, StoreWriter, files, find, format_size, load, parse_size
+from stagetrace.store import StoreError, StoreWriter, files, find, format_size, load, parse_size, schema
 
 RUN = RunRecord("session-1", "vllm", "0.32", "tiny", {"max_num_seqs": 4, "prefix": True}, 5, ["a note"])
 
@@ -151,7 +152,10 @@ request_records = st.builds(
     stages=st.tuples(*map(stage_records, stages.STAGES)).map(list),
     gaps_ms=st.dictionaries(names, st.floats(0, 1e9), max_size=3), span_id=names,
     parent_span_id=st.none() | names, internal_id=st.none() | names,
-    token_times_ms=st.lists(microseconds, max_size=20),
+    token_times_ms=st.lists(microseconds, max_size=20), caller_sampled=st.none() | st.booleans(),
+    engine=st.none() | counts, process=st.none() | counts, tracestate=st.none() | names,
+    link_trace_id=st.none() | names, link_span_id=st.none() | names, http_status=st.none() | counts,
+    error_type=st.none() | names,
 )  # fmt: skip
 spans = st.none() | st.tuples(counts, counts)
 step_records = st.builds(
@@ -277,6 +281,12 @@ def test_a_person_can_read_it(tmp_path: Path) -> None:
     assert modes == ["wal", 2]
 
 
+def test_other_tables_are_another_version() -> None:
+    """Whoever changes a table changes what is written here: the version first, then what the tables come to."""
+    tables = hashlib.blake2b(schema.DDL.encode(), digest_size=8).hexdigest()
+    assert (schema.VERSION, tables) == (2, "3dc8ebdd3ed85bf8")
+
+
 def test_requests_need_a_run(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "s.db") as writer, pytest.raises(ValueError, match="write_run"):
         writer.write_requests([request()])
@@ -317,10 +327,19 @@ def foreign_database_left_by_a_killed_writer(path: Path) -> str:
     return "not a stagetrace store"
 
 
-def newer(path: Path) -> str:
+def versioned(path: Path, version: int) -> None:
     with closing(sqlite3.connect(filled(path))) as db:
-        db.execute("PRAGMA user_version=99")
-    return "newer stagetrace; upgrade"
+        db.execute(f"PRAGMA user_version={version}")
+
+
+def newer(path: Path) -> str:
+    versioned(path, schema.VERSION + 1)
+    return "written by a newer stagetrace .*; upgrade stagetrace"
+
+
+def older(path: Path) -> str:
+    versioned(path, schema.VERSION - 1)
+    return "written by an older stagetrace .*; move it away or name another file"
 
 
 def directory(path: Path) -> str:
@@ -347,7 +366,7 @@ def truncated(path: Path) -> str:
 
 REFUSED = (
     foreign_text, foreign_short, foreign_empty, foreign_database, foreign_database_left_by_a_killed_writer,
-    newer, directory, pipe, link_to_foreign, truncated,
+    newer, older, directory, pipe, link_to_foreign, truncated,
 )  # fmt: skip
 
 

@@ -43,6 +43,27 @@ def _engine_lost(case: Case, alive: Alive) -> bool:
     return not alive(sequence.engine_pid) and (case.failed or not answered)
 
 
+def error_of(case: Case, status: str, reason: str | None, alive: Alive) -> str | None:
+    """Why a call was not answered in full; None if it was, or still runs.
+
+    The class of the exception that left the application, else the HTTP status it answered with (400 and above), else
+    ``process_ended`` (the call's own process, before the call was over), ``engine_died``, ``engine_error`` (the engine
+    gave up on this request alone) or ``_OTHER``; ``aborted`` whenever it was the caller who gave up.
+    """
+    if status != "error":
+        return "aborted" if status == "aborted" else None
+    root = case.root
+    if marks.ERROR in root.texts:
+        return root.texts[marks.ERROR]
+    if root.status is not None and root.status.a >= 400:
+        return str(root.status.a)
+    if root.end is None and not alive(root.pid):
+        return "process_ended"
+    if _engine_lost(case, alive):
+        return "engine_died"
+    return "engine_error" if reason == "error" else "_OTHER"
+
+
 def settle(case: Case, rows: list[StageRecord], status: str) -> str | None:
     """Say of every stage without times what it is; return the stage the request is, or was, in (None when ok)."""
     _refuse(case, rows)

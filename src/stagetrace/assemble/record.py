@@ -8,11 +8,11 @@ from typing import Any
 from .. import marks
 from ..model import RequestRecord, StageRecord
 from ..parents import trusted
-from ..propagation import Parent, parse
+from ..propagation import parse
 from ..stats import inter_token, spread
 from .book import Root
 from .case import Case
-from .ending import Alive, extent_ms, settle, status_of
+from .ending import Alive, error_of, extent_ms, settle, status_of
 from .stopwatch import stages
 from .tokens import deliveries, lag_growth_ms
 
@@ -39,6 +39,7 @@ def record(case: Case, anchor: tuple[int, int], dead: bool, alive: Alive) -> Req
         status=status,
         finish_reason=reason,
         active_stage=active,
+        error_type=error_of(case, status, reason, alive),
         prompt_tokens=_prompt(case),
         cached_tokens=case.chunks[0].computed if case.chunks else None,
         output_tokens=case.generated,
@@ -68,15 +69,15 @@ def record(case: Case, anchor: tuple[int, int], dead: bool, alive: Alive) -> Req
 
 def _identity(case: Case) -> dict[str, Any]:
     """Who asked what of whom."""
-    root, sequence, caller = case.root, case.sequence, _caller(case.root)
+    root, sequence = case.root, case.sequence
     return {
         "request_id": root.texts.get(marks.EXTERNAL_ID, ""),
         "external_id": root.texts.get(marks.CLIENT_ID),
         "internal_id": sequence.internal_id if sequence else None,
-        "trace_id": caller.trace_id if caller else root.trace_id,
+        "trace_id": root.trace_id,
         "span_id": f"{root.number:016x}",
-        "parent_span_id": caller.span_id if caller else None,
-        "caller_sampled": caller.sampled if caller else None,
+        "http_status": root.status.a if root.status else None,
+        **_caller(root),
         "operation": marks.OPERATIONS.get(root.operation, "unknown"),
         "model": case.book.settings.get("model"),
         "engine": sequence.joins[0][0] >> 32 if sequence and sequence.joins else None,
@@ -133,6 +134,13 @@ def _prefill_ms(rows: list[StageRecord]) -> float | None:
     return extent_ms(prefill, rows)
 
 
-def _caller(root: Root) -> Parent | None:
-    """The caller's span where its traceparent is sound and trusted."""
-    return parse(root.texts.get(marks.TRACEPARENT, "")) if trusted() else None
+def _caller(root: Root) -> dict[str, Any]:
+    """What the caller's span is to the root, if its traceparent is sound: the parent, or no more than a link."""
+    span = parse(root.texts.get(marks.TRACEPARENT, ""))
+    if span is None:
+        return {}
+    state = root.texts.get(marks.TRACESTATE) or None
+    if not trusted():
+        return {"link_trace_id": span.trace_id, "link_span_id": span.span_id, "tracestate": state}
+    known = {"trace_id": span.trace_id, "parent_span_id": span.span_id, "caller_sampled": span.sampled}
+    return {**known, "tracestate": state}

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
-from ..model import SCHEMA
-from .schema import DDL
+from .schema import DDL, VERSION
 
 #: In the file's header, so that ``file`` and we tell a store from any other database.
 APPLICATION_ID = 0x53544754
@@ -53,8 +52,12 @@ def explain(path: Path, fault: BaseException) -> StoreError:
 def _refuse_unless_ours(path: Path, application_id: int, version: int) -> None:
     if application_id != APPLICATION_ID or version < 1:
         raise StoreError(f"{show(path)}: not a stagetrace store; name another file")
-    if version > SCHEMA:
-        raise StoreError(f"{show(path)}: written by a newer stagetrace; upgrade stagetrace to use it")
+    if version == VERSION:
+        return
+    which, cure = "a newer", "upgrade stagetrace to use it"
+    if version < VERSION:
+        which, cure = "an older", "move it away or name another file"
+    raise StoreError(f"{show(path)}: written by {which} stagetrace (store version {version}, not {VERSION}); {cure}")
 
 
 def check(path: Path, db: sqlite3.Connection) -> None:
@@ -169,7 +172,7 @@ def _create(real: Path) -> None:
             db.execute("PRAGMA auto_vacuum=INCREMENTAL")
             db.execute(f"PRAGMA application_id={APPLICATION_ID}")
             db.executescript(DDL)
-            db.execute(f"PRAGMA user_version={SCHEMA}")
+            db.execute(f"PRAGMA user_version={VERSION}")
             db.execute("PRAGMA journal_mode=WAL")
         os.link(temporary, real)
 

@@ -12,6 +12,9 @@ from typing import Any
 from ..model import RequestRecord, RunRecord, StageRecord, StepRecord
 
 Row = tuple[Any, ...]
+#: Version of the tables, in the file's ``user_version``: one more with every change of them. A store of another
+#: version is refused; nothing converts it.
+VERSION = 2
 
 # For a person with the sqlite3 shell: plain columns, JSON where a value is a dictionary or a list.
 DDL = """
@@ -31,7 +34,8 @@ CREATE TABLE requests (
     coverage REAL, coverage_ttft REAL, unattributed_ms REAL, preemptions INTEGER NOT NULL,
     sequence INTEGER NOT NULL, gaps_ms TEXT NOT NULL,
     span_id TEXT NOT NULL, parent_span_id TEXT, internal_id TEXT,
-    caller_sampled INTEGER, engine INTEGER, process INTEGER
+    caller_sampled INTEGER, engine INTEGER, process INTEGER, tracestate TEXT,
+    link_trace_id TEXT, link_span_id TEXT, http_status INTEGER, error_type TEXT
 );
 CREATE INDEX requests_by_identity ON requests (trace_id, span_id, sequence);
 CREATE INDEX requests_by_start ON requests (start_unix_ns);

@@ -96,8 +96,11 @@ class Ring:
             resume = newest + 1 - self.capacity + max(1, self.capacity // 4)
         else:
             resume = self._ahead()
-            # A signal handler's mark may come before the one it interrupted: let that one have until the next call.
-            if not resume or not (final or self._gap == self.expected):
+            if not resume:
+                return False
+            # What is whole here may have been written since we looked for the one before it, or by a signal handler
+            # in the middle of that one: it has until the next call.
+            if not (final or self._gap == self.expected):
                 self._gap = self.expected
                 return False
         self.lost += resume - self.expected

@@ -222,6 +222,27 @@ def test_a_mark_that_was_interrupted_by_an_earlier_end(directory: Path) -> None:
     assert ring.lost == 0
 
 
+def test_marks_written_while_an_idle_ring_is_looked_at_are_no_gap(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader finds nothing, the writer writes two, and only then does the reader look further ahead."""
+    recorder = Recorder(directory, capacity=64)
+    recorder.mark(1, 1)
+    (ring,) = rings(directory)
+    assert keys(ring) == [1] and keys(ring) == []
+    look = ring._ahead
+
+    def late() -> int:
+        recorder.mark(1, 2)
+        recorder.mark(1, 3)
+        monkeypatch.setattr(ring, "_ahead", look)
+        return look()
+
+    monkeypatch.setattr(ring, "_ahead", late)
+    assert keys(ring) + keys(ring) == [2, 3]
+    assert ring.lost == 0
+
+
 @pytest.mark.parametrize("missing", range(8, 14))
 def test_a_gap_anywhere_and_a_writer_that_is_gone(tmp_path: Path, missing: int) -> None:
     """Also where the file ends: the capacity is 8, so that record 8 lies in front of 9."""

@@ -25,6 +25,8 @@ class Batch:
         #: Those of them that ran other than one token.
         self.others: set[str] = set()
         self.steady = False
+        #: What waited and what the cache held when nothing ran; None while something does.
+        self.idle: tuple[int, int] | None = None
 
 
 def scheduler_built(_state: Any, scheduler: Any, _result: Any) -> None:
@@ -104,13 +106,17 @@ def schedule_entered(_scheduler: Any) -> int:
 def scheduled(entered: int, scheduler: Any, output: Any) -> None:
     """A step is composed: write its size, and who joined, left or runs other than one token."""
     counts = output.num_scheduled_tokens
-    if not counts:
-        return
     batch: Batch = scheduler._stagetrace
-    batch.step += 1
-    output._stagetrace_step = batch.step
     running, waiting = scheduler.get_request_counts()
     usage = int(scheduler.kv_cache_manager.usage * 1_000_000)
+    # Of empty steps only what they change: without the one after the last request, gauges would show it for ever.
+    # Where somebody runs all the same, his token is still on its way, and another step comes soon.
+    idle = None if counts else (waiting, usage)
+    if idle and (running or idle == batch.idle):
+        return
+    batch.idle = idle
+    batch.step += 1
+    output._stagetrace_step = batch.step
     total = output.total_num_scheduled_tokens
     size = len(counts)
     recorder.mark(marks.STEP, batch.step, entered, size | total << 32, running | waiting << 32, usage)

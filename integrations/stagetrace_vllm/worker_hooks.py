@@ -1,7 +1,7 @@
 """Worker process (or the engine core itself, with one GPU): what a step's time was spent on.
 
-Only steps that the engine's hooks have stamped are timed: warm-up and dummy runs carry no stamp. One worker reports,
-the first of the last pipeline stage, which is the one that samples.
+Only steps that the engine's hooks have stamped, and that have tokens in them, are timed: warm-up and dummy runs carry
+no stamp. One worker reports, the first of the last pipeline stage, which is the one that samples.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def reports(worker: Any) -> bool:
 def execute_entered(worker: Any, output: Any) -> int:
     """A step reaches the worker."""
     stamp = getattr(output, "_stagetrace_step", None)
-    step.number = stamp if stamp is not None and reports(worker) else None
+    timed = stamp is not None and output.total_num_scheduled_tokens and reports(worker)
+    step.number = stamp if timed else None
     step.device_async = int(getattr(worker.device, "type", "cpu") != "cpu")
     return now()
 

@@ -44,7 +44,8 @@ ARRIVE = 32  # request decoded
 ENQUEUE = 33  # handed to the scheduler: a = waiting, b = running
 LOOKUP = 34  # prefix cache look-up entered
 BLOCKS = 35  # blocks assigned: a = blocks held
-STEP = 36  # key = step: a = schedule entered, b = batch | tokens << 32, c = running | waiting << 32, d = KV usage ppm
+STEP = 36  # key = step: a = schedule entered, b = batch | tokens << 32, c = running | waiting << 32, d = KV usage ppm;
+#            an empty batch once, when nothing runs any more
 JOIN = 37  # scheduled with other than one token, or new: a = step, b = tokens, c = computed before,
 #            d = new blocks | prefill << 32
 LEAVE = 38  # no longer in the batch: a = step

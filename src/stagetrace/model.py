@@ -92,7 +92,10 @@ class RequestRecord:
 
 @dataclass
 class StepRecord:
-    """One engine iteration, times in monotonic nanoseconds; what the worker did not report is None."""
+    """One engine iteration, times in monotonic nanoseconds; what the worker did not report is None.
+
+    One with an empty batch says that nothing runs from here on.
+    """
 
     step: int
     engine: int

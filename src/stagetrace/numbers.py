@@ -52,7 +52,7 @@ def numbers(trace: Trace) -> Numbers:
     """Compute the document of ``numbers --json`` (times in ms) from what ``trace`` holds: one session's."""
     roots = _roots(trace)
     done = [record for root in roots if _answered(root) for record in root]
-    steps = trace.steps
+    steps = _steps(trace)
     return {
         "schema": SCHEMA,
         "context": _context(trace, [root for root in roots if _answered(root)], done),
@@ -78,7 +78,7 @@ def aside(trace: Trace) -> Aside:
     roots = _roots(trace)
     done = [record for root in roots if _answered(root) for record in root]
     config = _config(trace)
-    pinned, steps = _pinned(trace, done), trace.steps
+    pinned, steps = _pinned(trace, done), _steps(trace)
     longest, third = config.get("max_model_len"), len(pinned) // 3
     lengths = [_length(r) for r in done]
     return Aside(
@@ -124,6 +124,11 @@ def _window_s(roots: list[Root]) -> float | None:
         f(root[0].start_unix_ns + ms * 1e6 for root in roots for ms in (0.0, _e2e_ms(root))) for f in (min, max)
     )
     return (last - first) / 1e9 or None
+
+
+def _steps(trace: Trace) -> list[StepRecord]:
+    """The steps with somebody in them: an idle engine's say how long it was idle, not how full it is."""
+    return [step for step in trace.steps if step.batch_size]
 
 
 def _config(trace: Trace) -> dict[str, Any]:
@@ -191,7 +196,7 @@ def _pinned(trace: Trace, done: list[RequestRecord]) -> list[StepRecord]:
         spare = config.get("max_num_seqs") and budget and not _slots_taken(step, config) and step.tokens < budget
         return bool(spare) and step.kv_usage > roomless
 
-    return [step for step in trace.steps if waits(step)]
+    return [step for step in _steps(trace) if waits(step)]
 
 
 def _slots_taken(step: StepRecord, config: dict[str, Any]) -> bool:

@@ -137,6 +137,7 @@ class Script:
         self.steps: list[Step] = []
         self.dead: set[int] = set()
         self._members: dict[int, int] = {}
+        self._idle = True
         self._worker_free = self._api_free = 0
         self._accepts = 0
         for key, value in {
@@ -382,8 +383,9 @@ class Script:
                 elif self._admit(seq, t):
                     fresh.add(seq.number)
                     left -= self._go_on(seq, t, left, rows)
-        if not rows:
+        if not rows and (self._idle or any(seq.state == "running" for _, seq in self._sequences())):
             return None
+        self._idle = not rows  # one empty step when nothing runs any more
         step = Step((ENGINE_NUMBER << 32) + len(self.steps) + 1, (t, t + 100 * US), rows)
         self.steps.append(step)
         self._write_step(step, fresh)
@@ -455,6 +457,9 @@ class Script:
 
     def _execute(self, step: Step) -> None:
         """The worker's part."""
+        if not step.rows:
+            step.result = max(step.schedule[1] + 50 * US, self._worker_free)
+            return
         total = sum(tokens for _, tokens, _, _ in step.rows)
         start = max(step.schedule[1] + 50 * US, self._worker_free)
         forward = start + 150 * US

@@ -72,6 +72,19 @@ def test_a_finished_request_says_each_of_its_times_once_in_seconds() -> None:
     assert len(found["stagetrace.stage.duration"]) == len(STAGES)
 
 
+def test_gauges_fall_when_the_engine_comes_to_rest() -> None:
+    script = Script(slots=2)
+    assembler = script.run(*(Ask(at=n * MS) for n in range(4)), Ask(at=500 * MS)).assembler()
+    for mark, pid in script.read():
+        assembler.take(mark, pid)
+    steps = assembler.steps()
+    idle = [step for step in steps if not step.batch_size]
+    assert [(step.running, step.waiting, step.tokens) for step in idle] == [(0, 0, 0)] * 2, "once per rest"
+    assert steps[-1] is idle[-1]
+    found = {seen.name: seen.value for seen in of_steps(steps, Engines())}
+    assert (found["stagetrace.batch.size"], found["stagetrace.queue.depth"]) == (0, 0)
+
+
 def test_a_running_request_says_nothing_until_it_is_over() -> None:
     (record,) = Script().run(Ask()).records()
     assert not values([replace(record, status="in_flight")] * 3)

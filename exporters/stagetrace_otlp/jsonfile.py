@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits
 
 from stagetrace.exporting import RequestRecord, RunRecord, finished
 
@@ -20,11 +21,17 @@ _IDS = ("traceId", "spanId", "parentSpanId")
 
 
 def lines(records: Iterable[RequestRecord], run: RunRecord | None) -> Iterator[str]:
-    """One line for each call that is over; what still runs has no end, and no span without one is written."""
-    resource = resource_of(run, Resource.create({}))
-    for call in finished(records):
-        message = encode_spans(spans.trace(call, resource, run.engine if run else None))
-        yield json.dumps(_hex(MessageToDict(message, use_integers_for_enums=True)), separators=(",", ":"))
+    """One line for each call that is over; what still runs has no end, and no span without one is written.
+
+    ValueError with one line, before the first, for limits in the environment that are no numbers.
+    """
+    resource, limits = resource_of(run, Resource.create({})), SpanLimits()
+    made = (spans.trace(call, resource, run.engine if run else None, limits) for call in finished(records))
+    return (_line(MessageToDict(encode_spans(trace), use_integers_for_enums=True)) for trace in made)
+
+
+def _line(message: dict[str, Any]) -> str:
+    return json.dumps(_hex(message), separators=(",", ":"))
 
 
 def _hex(value: Any) -> Any:

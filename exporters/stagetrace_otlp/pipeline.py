@@ -7,8 +7,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import Link
 
 from stagetrace.exporting import Say
 
@@ -142,8 +143,10 @@ def messages(spans: Sequence[ReadableSpan], most: int) -> Iterator[list[Readable
 
 def weight(span: ReadableSpan) -> int:
     """An upper estimate of what a span takes on the wire."""
-    size = 200 + len(span.name) * 4
-    for attributes in (span.attributes or {}, *(event.attributes or {} for event in span.events)):
+    state = span.context.trace_state if span.context else None
+    size = 200 + len(span.name) * 4 + sum(2 + len(key) + len(value) for key, value in (state or {}).items())
+    extras: list[Event | Link] = [*span.events, *span.links]
+    for attributes in (span.attributes or {}, *(each.attributes or {} for each in extras)):
         size += 30
         for key, value in attributes.items():
             size += 24 + len(key) + 4 * (len(value) if isinstance(value, str) else 0)

@@ -7,6 +7,7 @@ import threading
 import time
 
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import SpanLimits
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from stagetrace.exporting import Engines, Health, RequestRecord, RunRecord, Say, StepRecord, finished
@@ -27,6 +28,8 @@ class OtlpSink:
         # The official exporters write lines of their own for every failure, with tracebacks; ours says it once.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._policy = settings.policy
+        # OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT and the like; ValueError with one line for one that is no number.
+        self._limits = SpanLimits() if settings.traces else None
         self._health = health
         self._say = say
         self._engines = Engines()
@@ -55,7 +58,7 @@ class OtlpSink:
         for call in finished(records):
             exported = self.pipeline is not None and self._policy.exports(call)
             if self.pipeline and exported:
-                made = spans.trace(call, self._resource, self._provider)
+                made = spans.trace(call, self._resource, self._provider, self._limits, self._health.spans_dropped)
                 self.pipeline.put(made)
             if metrics := self._ready():
                 metrics.call(call, self._engines, exported)

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
+from opentelemetry.attributes import BoundedAttributes
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace import Event, ReadableSpan, SpanLimits
+from opentelemetry.sdk.util import BoundedList
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
 from stagetrace.exporting import RequestRecord, StageRecord, inter_token
 
+from .pipeline import weight
+
 Value = str | bool | int | float
 SCOPE = InstrumentationScope("stagetrace")
-#: Viewers get slow beyond this, and receivers drop what is too large as a whole.
+#: Viewers get slow beyond this.
 MAX_SPANS = 300
+#: Estimated, and without what all sequences share. Tempo drops a trace of more than 5 MB as a whole.
+MAX_BYTES = 4_000_000
 #: Longest string on the wire, in characters.
 MAX_TEXT = 1024
 #: How many of a request's slowest tokens are events on its decode span.
@@ -33,26 +41,38 @@ _GEN_AI = {
 }  # fmt: skip
 
 
-def trace(records: Sequence[RequestRecord], resource: Resource, provider: str | None = None) -> list[ReadableSpan]:
+def trace(
+    records: Sequence[RequestRecord], resource: Resource, provider: str | None = None,
+    limits: SpanLimits | None = None, dropped: Counter[str] | None = None,
+) -> list[ReadableSpan]:  # fmt: skip
     """The spans of one call: ``records`` are its sequences, of which there is one unless ``n`` > 1.
 
-    Sequences that would lead beyond ``MAX_SPANS`` are left out; the root says how many.
+    ``limits`` are those of the environment (``OTEL_SPAN_*_LIMIT``, ``OTEL_ATTRIBUTE_*``) where None. Sequences that
+    would lead beyond ``MAX_SPANS`` or ``MAX_BYTES`` are left out: the root says how many, ``dropped`` counts their
+    spans by reason.
     """
     first = records[0]
-    build = _Builder(resource, int(first.trace_id, 16), int(first.span_id, 16))
+    build = _Builder(resource, int(first.trace_id, 16), int(first.span_id, 16), _state(first), limits or SpanLimits())
     spans = [build.stage(row, first, build.root, "") for row in first.stages if row.key in SHARED and _timed(row)]
-    folded = 0
+    several = len(records) > 1
+    size, sequences, left_out = 0, 0, Counter[str]()
     for record in records:
         rows = [row for row in record.stages if row.key not in SHARED and _timed(row)]
-        if len(spans) + len(rows) + 2 > MAX_SPANS:
-            folded += 1
-            continue
-        above, salt = build.root, str(record.sequence)
-        if len(records) > 1:
-            spans.append(_sequence(build, record))
-            above = build.id(build.root, f"sequence {record.sequence}")
-        spans += [build.stage(row, record, above, salt) for row in rows]
-    return [_root(build, records, provider, folded), *spans]
+        count = len(rows) + several
+        reason = "trace_spans" if 1 + len(spans) + count > MAX_SPANS else ""
+        made = [] if reason else _sequence(build, record, rows, several)
+        # One sequence alone is a dozen spans, and weighing takes time.
+        size += (more := sum(map(weight, made)) if several else 0)
+        if size > MAX_BYTES:
+            reason, size = "trace_bytes", size - more
+        if reason:
+            sequences, left_out[reason] = sequences + 1, left_out[reason] + count
+        else:
+            spans += made
+    if dropped is not None:
+        dropped.update(left_out)
+    cut = {"sequences_left_out": sequences or None, "spans_left_out": left_out.total() or None}
+    return [_root(build, records, provider, flat("stagetrace", cut)), *spans]
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,8 @@ class _Builder:
     resource: Resource
     trace_id: int
     root: int
+    state: TraceState | None
+    limits: SpanLimits
 
     def id(self, above: int, name: str) -> int:
         """A span id, never 0, that is the same whenever the same trace is exported."""
@@ -69,16 +91,26 @@ class _Builder:
         return int.from_bytes(digest, "big") or 1
 
     def context(self, span_id: int, remote: bool = False) -> SpanContext:
-        return SpanContext(self.trace_id, span_id, remote, TraceFlags(TraceFlags.SAMPLED))
+        return SpanContext(self.trace_id, span_id, remote, TraceFlags(TraceFlags.SAMPLED), self.state)
 
     def span(
         self, name: str, span_id: int, parent: SpanContext | None, times: tuple[int, int], values: dict[str, Any],
-        **more: Any,
+        events: Sequence[Event] = (), links: Sequence[Link] = (), **more: Any,
     ) -> ReadableSpan:  # fmt: skip
+        most = self.limits
         return ReadableSpan(
-            name[:MAX_TEXT], self.context(span_id), parent, self.resource, attributes=clean(values),
+            name[:MAX_TEXT], self.context(span_id), parent, self.resource,
+            attributes=bounded(values, most.max_span_attributes, most.max_span_attribute_length),
+            events=BoundedList.from_seq(most.max_events, events) if events else (),
+            links=BoundedList.from_seq(most.max_links, links) if links else (),
             start_time=times[0], end_time=max(times[1], times[0] + 1), instrumentation_scope=SCOPE, **more,
         )  # fmt: skip
+
+    def event(self, name: str, time: int, values: dict[str, Any]) -> Event:
+        return Event(name, bounded(values, self.limits.max_event_attributes, self.limits.max_attribute_length), time)
+
+    def link(self, context: SpanContext, values: dict[str, Any]) -> Link:
+        return Link(context, bounded(values, self.limits.max_link_attributes, self.limits.max_attribute_length))
 
     def stage(self, row: StageRecord, record: RequestRecord, above: int, salt: str) -> ReadableSpan:
         """A stage's span covers it from its first to its last moment; what it took is ``stagetrace.duration_ms``."""
@@ -88,41 +120,69 @@ class _Builder:
             "stagetrace.duration_ms": row.duration_ms, **flat("stagetrace", row.attributes),
         }  # fmt: skip
         times = (start, start + round(_extent(row, record) * 1e6))
-        events = slow_tokens(record) if row.key == "decode" else []
+        events = slow_tokens(self, record) if row.key == "decode" else []
         above_it = self.context(above)
         return self.span(row.key, self.id(above, row.key + salt), above_it, times, values, events=events)
 
 
-def slow_tokens(record: RequestRecord) -> list[Event]:
+def slow_tokens(build: _Builder, record: RequestRecord) -> list[Event]:
     """The tokens after the first that were waited for longest, in order."""
     gaps = list(enumerate(inter_token(record.token_times_ms), 1))
     worst = heapq.nlargest(SLOW_TOKENS, gaps, key=lambda gap: gap[1])
     return [
-        Event(
+        build.event(
             "stagetrace.slow_token",
-            {"stagetrace.token.index": index, "stagetrace.token.gap_ms": gap},
             record.start_unix_ns + round(record.token_times_ms[index] * 1e6),
+            {"stagetrace.token.index": index, "stagetrace.token.gap_ms": gap},
         )
         for index, gap in sorted(worst)
         if gap > 0
     ]
 
 
-def _root(build: _Builder, records: Sequence[RequestRecord], provider: str | None, folded: int) -> ReadableSpan:
+def _root(
+    build: _Builder, records: Sequence[RequestRecord], provider: str | None, cut: dict[str, Value]
+) -> ReadableSpan:
     first = records[0]
     parent = build.context(int(first.parent_span_id, 16), remote=True) if first.parent_span_id else None
-    failed = any(record.status == "error" for record in records)
-    values = {
-        **_root_values(records),
-        "gen_ai.provider.name": provider,
-        "error.type": "_OTHER" if failed else None,
-        "stagetrace.sequences_left_out": folded or None,
-    }
+    # What matters most comes first: a limit to the number of attributes takes the last.
+    values = {"error.type": _error(records), **cut, "gen_ai.provider.name": provider, **_root_values(records)}
     return build.span(
         f"{first.operation} {first.model}" if first.model else first.operation,
         build.root, parent, (first.start_unix_ns, max(_end(record) for record in records)), values,
-        kind=SpanKind.SERVER, status=Status(StatusCode.ERROR if failed else StatusCode.UNSET),
+        links=_links(build, first), kind=SpanKind.SERVER, status=_status(records),
     )  # fmt: skip
+
+
+def _links(build: _Builder, record: RequestRecord) -> list[Link]:
+    """The caller that is not trusted to be a parent."""
+    if not record.link_trace_id or not record.link_span_id:
+        return []
+    ids = int(record.link_trace_id, 16), int(record.link_span_id, 16)
+    caller = SpanContext(*ids, True, trace_state=_parsed(record.tracestate))
+    return [build.link(caller, {"stagetrace.link": "caller"})]
+
+
+def _state(record: RequestRecord) -> TraceState | None:
+    """The trace's ``tracestate``: the caller's, if it is the caller's trace."""
+    return _parsed(record.tracestate) if record.parent_span_id else None
+
+
+def _parsed(tracestate: str | None) -> TraceState | None:
+    return TraceState.from_header([tracestate]) if tracestate else None
+
+
+def _error(records: Sequence[RequestRecord]) -> str | None:
+    return next((record.error_type for record in records if record.error_type), None)
+
+
+def _status(records: Sequence[RequestRecord]) -> Status:
+    """``Error`` where the answer did not get out in full, unless the request was to blame for it (4xx).
+
+    The HTTP conventions want it so of a server's span, see docs/decisions/0009-errors-on-the-wire.md.
+    """
+    refused = 400 <= (records[0].http_status or 0) < 500
+    return Status(StatusCode.ERROR if _error(records) and not refused else StatusCode.UNSET)
 
 
 def _root_values(records: Sequence[RequestRecord]) -> dict[str, Any]:
@@ -138,6 +198,7 @@ def _root_values(records: Sequence[RequestRecord]) -> dict[str, Any]:
         "gen_ai.usage.cache_read.input_tokens": first.cached_tokens,
         "gen_ai.response.finish_reasons": [r.finish_reason for r in records if r.finish_reason],
         "http.route": first.stage("http_receive").attributes.get("route"),
+        "http.response.status_code": first.http_status,
         "stagetrace.status": first.status,
         "stagetrace.request_id": first.external_id,
         "stagetrace.internal_id": first.internal_id,
@@ -164,16 +225,25 @@ def _timers(record: RequestRecord) -> dict[str, Value]:
     return flat("stagetrace", values)
 
 
-def _sequence(build: _Builder, record: RequestRecord) -> ReadableSpan:
-    name = f"sequence {record.sequence}"
+def _sequence(build: _Builder, record: RequestRecord, rows: Sequence[StageRecord], several: bool) -> list[ReadableSpan]:
+    """The spans of one sequence's own stages; below one for itself where there are several."""
+    salt = str(record.sequence)
+    if not several:
+        return [build.stage(row, record, build.root, salt) for row in rows]
+    above = build.id(build.root, f"sequence {record.sequence}")
+    return [_subroot(build, record, above), *(build.stage(row, record, above, salt) for row in rows)]
+
+
+def _subroot(build: _Builder, record: RequestRecord, span_id: int) -> ReadableSpan:
     starts = [r.start_ms for r in record.stages if r.key not in SHARED and r.start_ms is not None]
     times = (record.start_unix_ns + round(min(starts, default=0.0) * 1e6), _end(record))
     values = {
-        "stagetrace.sequence": record.sequence, "stagetrace.status": record.status,
+        "error.type": record.error_type, "stagetrace.sequence": record.sequence, "stagetrace.status": record.status,
         "stagetrace.internal_id": record.internal_id, "gen_ai.usage.output_tokens": record.output_tokens,
         **_timers(record),
     }  # fmt: skip
-    return build.span(name, build.id(build.root, name), build.context(build.root), times, values)
+    name, above = f"sequence {record.sequence}", build.context(build.root)
+    return build.span(name, span_id, above, times, values, status=_status([record]))
 
 
 def flat(prefix: str, values: dict[str, Any]) -> dict[str, Value]:
@@ -186,6 +256,17 @@ def flat(prefix: str, values: dict[str, Any]) -> dict[str, Value]:
         elif isinstance(value, str | bool | int | float):
             found[name] = value
     return found
+
+
+def bounded(values: dict[str, Any], most: int | None, length: int | None) -> Mapping[str, Any]:
+    """The first ``most`` attributes, texts cut to ``length``."""
+    cleaned = clean(values)
+    if length is None and (most is None or len(cleaned) <= most):
+        return cleaned
+    # The SDK's own type, which tells exporters how many are missing. Left to itself it would keep the last ones.
+    kept = BoundedAttributes(most, dict(islice(cleaned.items(), most)), max_value_len=length)
+    kept.dropped = len(cleaned) - len(kept)
+    return kept
 
 
 def clean(values: dict[str, Any]) -> dict[str, Any]:

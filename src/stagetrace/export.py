@@ -21,7 +21,10 @@ def export(file: Path, form: str, out: Path, say: Say) -> int:
     trace = load(file, steps=False)
     if out.exists() and os.path.samefile(file, out):
         raise ExportError(f"{out}: is the store itself; name another file")
-    lines = formats[form](trace.requests, trace.runs[-1] if trace.runs else None)
+    try:
+        lines = formats[form](trace.requests, trace.runs[-1] if trace.runs else None)
+    except ValueError as error:  # of the environment: exporters read it, too
+        raise ExportError(f"--format {form}: {error}") from None
     running = sum(record.status == "in_flight" for record in trace.requests)
     if running:
         say(f"{running} requests had not ended and are left out")

@@ -68,6 +68,7 @@ def test_the_root_says_what_the_conventions_have_a_name_for() -> None:
         "gen_ai.response.id", "gen_ai.response.finish_reasons", "gen_ai.usage.input_tokens",
         "gen_ai.usage.output_tokens", "gen_ai.usage.cache_read.input_tokens", "gen_ai.request.temperature",
         "gen_ai.request.top_p", "gen_ai.request.top_k", "gen_ai.request.max_tokens", "http.route", "error.type",
+        "http.response.status_code",
     }  # fmt: skip
     assert {name for name in found if not name.startswith("stagetrace.")} <= known
 
@@ -84,7 +85,27 @@ def test_the_caller_s_span_is_the_root_s_parent() -> None:
     root, *rest = sent([record])
     assert root.trace_id.hex() == "a" * 32 and root.parent_span_id.hex() == "b" * 16
     assert {span.trace_id.hex() for span in rest} == {"a" * 32}
-    assert record.caller_sampled is True
+    assert record.caller_sampled is True and not root.links
+
+
+def test_the_caller_s_state_is_that_of_its_trace() -> None:
+    """As the SDK hands it on: samplers write into it what each span stands for."""
+    (record,) = one(Ask(traceparent=CALLER, tracestate="ot=th:8,vendor=a b"))
+    assert {span.trace_state for span in sent([record])} == {"ot=th:8,vendor=a b"}
+    (record,) = one(Ask(traceparent=CALLER, tracestate="no state, at all"))
+    assert {span.trace_state for span in sent([record])} == {""}
+
+
+def test_a_caller_that_is_not_trusted_is_linked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGETRACE_TRUST_TRACEPARENT", "0")
+    (record,) = one(Ask(traceparent=CALLER, tracestate="vendor=1"))
+    root, *rest = sent([record])
+    assert root.trace_id.hex() == record.trace_id != "a" * 32 and not root.parent_span_id
+    (link,) = root.links
+    assert (link.trace_id.hex(), link.span_id.hex()) == ("a" * 32, "b" * 16)
+    assert attributes(link) == {"stagetrace.link": "caller"}
+    assert not any(span.links for span in rest)
+    assert {span.trace_state for span in (root, *rest)} == {""}, "the caller's state is of the caller's trace"
 
 
 def test_the_slowest_tokens_are_events_of_the_decode_span() -> None:
@@ -115,32 +136,39 @@ def test_sequences_of_one_call_are_subtrees_of_one_root() -> None:
     assert [s.name for s in found if s.parent_span_id == roots[0].span_id][:3] == list(spans.SHARED)
 
 
-def test_a_call_of_very_many_sequences_stays_small_and_says_so() -> None:
-    first = one(Ask(n=2))
-    records = [replace(first[1], sequence=number) for number in range(128)]
-    found = sent(records)
-    left_out = attributes(found[0])["stagetrace.sequences_left_out"]
-    shown = sum(span.name.startswith("sequence ") for span in found)
-    assert shown + left_out == 128 and 290 <= len(found) <= 300
-
-
 @pytest.mark.parametrize(
-    ("ask", "status"),
-    [(Ask(refuse="parameters"), "error"), (Ask(abort_at=15 * MS, output=50), "aborted")],
-    ids=["refused", "aborted"],
+    ("ask", "status", "error", "code"),
+    [
+        (Ask(refuse="parameters"), "error", "400", 0),
+        (Ask(refuse="parameters", answer=503), "error", "503", 2),
+        (Ask(refuse="parameters", answer=500, raises="a.Broken"), "error", "a.Broken", 2),
+        (Ask(abort_at=15 * MS, output=50), "aborted", "aborted", 2),
+    ],
+    ids=["refused", "overloaded", "raised", "aborted"],
 )
-def test_a_call_that_was_not_answered_says_how_far_it_came(ask: Ask, status: str) -> None:
+def test_a_call_that_was_not_answered_says_why_and_how_far_it_came(
+    ask: Ask, status: str, error: str, code: int
+) -> None:
+    """That the request was bad is no error of a server's span; that its answer did not get out is one."""
     (record,) = one(ask)
     assert record.status == status
     root, *stages = sent([record])
     found = attributes(root)
     assert found["stagetrace.status"] == status and found["stagetrace.active_stage"] == record.active_stage
-    assert root.status.code == (2 if status == "error" else 0)
-    assert found.get("error.type") == ("_OTHER" if status == "error" else None)
-    assert not root.status.message
+    assert (root.status.code, root.status.message) == (code, "")
+    assert found["error.type"] == error and found["http.response.status_code"] == record.http_status
     missing = {row.key for row in record.stages if row.duration_ms is None}
     assert {span.name for span in stages} == {row.key for row in record.stages} - missing
     assert {key for key in BY_KEY if f"stagetrace.stage.{key}.state" in found} == missing
+
+
+def test_one_sequence_that_failed_is_told_from_the_others() -> None:
+    first, second = one(Ask(n=2))
+    found = sent([first, replace(second, status="error", error_type="engine_error")])
+    told = {span.name: (attributes(span).get("error.type"), span.status.code) for span in found}
+    assert told["sequence 0"] == (None, 0)
+    assert told["sequence 1"] == told[found[0].name] == ("engine_error", 2)
+    assert attributes(sent(one(Ask()))[0]).get("error.type") is None
 
 
 def test_what_the_wire_cannot_hold_does_not_get_there() -> None:

@@ -127,12 +127,14 @@ class _Builder:
 
 def slow_tokens(build: _Builder, record: RequestRecord) -> list[Event]:
     """The tokens after the first that were waited for longest, in order."""
-    gaps = list(enumerate(inter_token(record.token_times_ms), 1))
+    # To a microsecond, as a store keeps them: a trace is the same whenever it is exported.
+    times = [round(time * 1000) / 1000 for time in record.token_times_ms]
+    gaps = list(enumerate(inter_token(times), 1))
     worst = heapq.nlargest(SLOW_TOKENS, gaps, key=lambda gap: gap[1])
     return [
         build.event(
             "stagetrace.slow_token",
-            record.start_unix_ns + round(record.token_times_ms[index] * 1e6),
+            record.start_unix_ns + round(times[index] * 1e6),
             {"stagetrace.token.index": index, "stagetrace.token.gap_ms": gap},
         )
         for index, gap in sorted(worst)
@@ -277,6 +279,8 @@ def clean(values: dict[str, Any]) -> dict[str, Any]:
             value = value.encode("utf-8", "replace").decode()[:MAX_TEXT]
         elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             value = float(value)
+        elif isinstance(value, float):
+            value = round(value, 9)  # 13.32246 rather than 13.322460000000035, a difference of two times
         if value not in (None, "", []):
             found[name] = value
     return found

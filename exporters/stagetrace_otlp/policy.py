@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from stagetrace.exporting import RequestRecord, percentile
+from stagetrace.exporting import RequestRecord, chosen, percentile
 
 #: A request is slow beyond this percentile of the last thousand; with fewer than a hundred nobody can tell.
 SLOW_PERCENTILE = 99.0
@@ -19,7 +19,8 @@ class Policy:
         """``ratio`` (``--sample``) goes before ``OTEL_TRACES_SAMPLER``. ValueError with one line for a bad value."""
         if ratio is not None and not 0 <= ratio <= 1:
             raise ValueError(f"--sample {ratio} is not a number from 0 to 1")
-        self._ratio = ratio if ratio is not None else _from_environment(environment)
+        #: Of the traces without a caller, those exported whatever becomes of the request.
+        self.ratio = ratio if ratio is not None else _from_environment(environment)
         wanted = environment.get("STAGETRACE_EXPORT_UNSAMPLED", "")
         self._unsampled = {word.strip() for word in wanted.split(",") if word.strip()}
         if self._unsampled - {"errors", "slow"}:
@@ -34,10 +35,7 @@ class Policy:
             return True
         if first.caller_sampled is False:
             return (failed and "errors" in self._unsampled) or (slow and "slow" in self._unsampled)
-        # As the official sampler does, so that whoever samples by the same id and ratio keeps the same traces.
-        if int(first.trace_id[-16:], 16) < round(self._ratio * (1 << 64)):
-            return True
-        return self._ratio > 0 and (failed or slow)
+        return chosen(first.trace_id, self.ratio) or (self.ratio > 0 and (failed or slow))
 
     def _slow(self, record: RequestRecord) -> bool:
         if record.e2e_ms is None:

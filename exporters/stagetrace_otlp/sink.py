@@ -39,7 +39,7 @@ class OtlpSink:
         self._resource = resource_of(None, self._base)
         self._metrics_to = settings.metrics
         self._metrics: Metrics | None = None
-        self.traces = settings.traces is not None
+        self.traces = settings.policy.ratio if settings.traces else None
         self.pipeline: Pipeline | None = None
         if settings.traces:
             self.pipeline = Pipeline(

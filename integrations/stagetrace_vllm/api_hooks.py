@@ -9,7 +9,7 @@ from stagetrace.plugin import (
     HookSpec,
     current,
     engine_starts,
-    exports_traces,
+    exported_share,
     key_of,
     marks,
     now,
@@ -109,8 +109,8 @@ def handed_over(processor: Any, request: Any, parent_req: Any, request_index: An
     if parent_req is None or (request_index or 0) + 1 >= parent_req.sampling_params.n:
         roots.handed_over()
     # The engine copies these into every output, so only for an engine that makes spans of its own.
-    if getattr(processor, "tracing_enabled", False) and exports_traces():
-        request.trace_headers = roots.headers_of(root)
+    if getattr(processor, "tracing_enabled", False) and (share := exported_share()) is not None:
+        request.trace_headers = roots.headers_of(root, share) or request.trace_headers
 
 
 def response_id(request: Any, over_http: bool) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from inspect import isasyncgen
 from typing import Any
 
-from stagetrace.plugin import Root, current, marks, new_root, now, parents, recorder, signed
+from stagetrace.plugin import Root, chosen, current, marks, new_root, now, parents, recorder, signed
 
 #: A call at the engine's door: its root, what was current before, and the id it came with.
 Entered = tuple[Root, "Token[Root | None]", str]
@@ -65,12 +65,17 @@ def end(root: Root, raised: BaseException | None = None) -> None:
     recorder.mark(marks.END, root.number, raised is not None)
 
 
-def headers_of(root: Root) -> dict[str, str]:
-    """What makes a span of the engine's own the root's child."""
+def headers_of(root: Root, share: float) -> dict[str, str] | None:
+    """What makes a span of the engine's own the root's child; None for a root that is not certain to be exported.
+
+    The child of a span that nobody has would be an orphan: then the request keeps what it came with, and the engine's
+    span is what it would be without us. ``share`` is that of :func:`stagetrace.plugin.exported_share`.
+    """
     caller = root.caller if parents.trusted() else None
     trace = caller.span.trace_id if caller else f"{root.trace_high:016x}{root.trace_low:016x}"
-    flags = int(caller.span.sampled) if caller else 1
-    headers = {"traceparent": f"00-{trace}-{root.number:016x}-{flags:02x}"}
+    if not (caller.span.sampled if caller else chosen(trace, share)):
+        return None
+    headers = {"traceparent": f"00-{trace}-{root.number:016x}-01"}
     return {**headers, "tracestate": caller.tracestate} if caller and caller.tracestate else headers
 
 

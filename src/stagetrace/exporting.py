@@ -13,6 +13,7 @@ from typing import Protocol
 
 from .metrics import INSTRUMENTS, Engines, Instrument, Observation, of_requests, of_steps
 from .model import RequestRecord, RunRecord, StageRecord, StepRecord
+from .propagation import chosen
 from .stats import inter_token, percentile
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Sink",
     "StageRecord",
     "StepRecord",
+    "chosen",
     "finished",
     "inter_token",
     "of_requests",
@@ -43,9 +45,10 @@ Say = Callable[[str], None]
 class Sink(Protocol):
     """Where records go. Must not raise for what it can count instead, and never wait for anybody's network.
 
-    ``requests`` gets snapshots of running requests, too, with the status ``in_flight``. A sink with an attribute
-    ``traces`` that is true sends a span for each request, under its record's ids: it becomes the parent of whatever
-    spans the engine makes by itself.
+    ``requests`` gets snapshots of running requests, too, with the status ``in_flight``. A sink that sends a span for
+    each request, under its record's ids, has an attribute ``traces``: the share of the traces without a caller that is
+    certain to be sent, chosen by :func:`chosen`. Of those, and of what a caller samples, the span becomes the parent of
+    whatever spans the engine makes by itself.
     """
 
     def run(self, run: RunRecord) -> None: ...

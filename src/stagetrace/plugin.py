@@ -8,7 +8,8 @@ from .context import Root, current, new_root, number
 from .guard import Guard
 from .hooks import HookGroup, HookSpec
 from .marks import key_of, signed
-from .runtime import Integration, activate, engine_starts, exports_traces, recorder
+from .propagation import chosen
+from .runtime import Integration, activate, engine_starts, exported_share, recorder
 
 __all__ = [
     "OPTIONS",
@@ -18,9 +19,10 @@ __all__ = [
     "Integration",
     "Root",
     "activate",
+    "chosen",
     "current",
     "engine_starts",
-    "exports_traces",
+    "exported_share",
     "instrument",
     "key_of",
     "marks",

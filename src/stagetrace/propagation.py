@@ -1,4 +1,4 @@
-"""The W3C trace context of a request, as strictly as the specification reads it."""
+"""The W3C trace context of a request, as strictly as the specification reads it; and sampling by trace id."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ class Parent(NamedTuple):
     trace_id: str
     span_id: str
     sampled: bool
+
+
+def chosen(trace_id: str, share: float) -> bool:
+    """Whether a trace is among the ``share`` (0 to 1) that is sampled.
+
+    As the official sampler decides, so that whoever samples by the same id and ratio keeps the same traces.
+    """
+    return int(trace_id[-16:], 16) < round(share * (1 << 64))
 
 
 def parse(traceparent: str) -> Parent | None:

@@ -119,10 +119,17 @@ def engine_starts() -> None:
     recorder.attach(directory)
 
 
-def exports_traces() -> bool:
-    """Whether this session's collector sends traces to a back end."""
-    directory = recorder.directory
-    return directory is not None and (directory / session.TRACES).exists()
+def exported_share() -> float | None:
+    """Of the traces that have no caller, the share that this session's collector is certain to export.
+
+    None where it exports no traces at all.
+    """
+    if recorder.directory is None:
+        return None
+    try:
+        return float((recorder.directory / session.TRACES).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
 
 
 def options(values: dict[str, Any]) -> None:

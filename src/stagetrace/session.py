@@ -23,7 +23,7 @@ OWNER = "collector.pid"
 #: `flush` writes a stamp into the first; the collector copies it into the second once it has stored everything.
 FLUSH = "flush"
 FLUSHED = "flushed"
-#: Lies there while the collector sends traces to a back end.
+#: Lies there while the collector sends traces to a back end, and says which share of those that have no caller.
 TRACES = "traces"
 #: What the collector has heard of each process's hooks, as JSON: rings are written round and round, and forget it.
 HOOKS = "hooks.json"

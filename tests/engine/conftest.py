@@ -143,8 +143,13 @@ class Starter:
             self._texts[key] = self.engine.prompt_of(self.model, tokens, seed)
         return self._texts[key]
 
-    def start(self, name: str, *, traced: bool, extra: tuple[str, ...] = (), **variables: str) -> Iterator[Live]:
-        """Yield a live server; the generator's end stops it and everything it started."""
+    def start(
+        self, name: str, *, traced: bool, extra: tuple[str, ...] = (), options: tuple[str, ...] = (), **variables: str
+    ) -> Iterator[Live]:
+        """Yield a live server; the generator's end stops it and everything it started.
+
+        ``extra`` are the server's, ``options`` those of ``stagetrace run``.
+        """
         configuration = CONFIGURATIONS[name]
         port = free_port()
         folder = self.folder / f"{name}-{'traced' if traced else 'untraced'}-{port}"
@@ -152,7 +157,7 @@ class Starter:
         store = folder / "store.db" if traced else None
         command = [*self.engine.command(self.model, port), *configuration.arguments, *extra]
         if traced:
-            command = [sys.executable, "-m", "stagetrace", "run", "--store", str(store), "--", *command]
+            command = [sys.executable, "-m", "stagetrace", "run", "--store", str(store), *options, "--", *command]
         environment = {**self.engine.environment(), **configuration.environment(), "PROBE_DIR": str(folder)}
         entries = [str(PROBE), *filter(None, [environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(entries)

@@ -406,11 +406,17 @@ def test_who_flushes_is_not_told_that_a_store_has_what_it_has_not(tmp_path: Path
         collector.close()
 
 
-def test_the_session_says_whether_traces_go_out(directory: Path) -> None:
+def test_the_session_says_which_traces_go_out(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "recorder", Recorder(directory))
+
     class Sending(Sink):
-        traces = True
+        def __init__(self, share: float) -> None:
+            super().__init__()
+            self.traces = share
 
     Collector(directory, [Sink()])
-    assert not (directory / session.TRACES).exists()
-    Collector(directory, [Sink(), Guarded("sending", Sending(), print)])
-    assert (directory / session.TRACES).exists()
+    assert runtime.exported_share() is None
+    Collector(directory, [Sink(), Guarded("sending", Sending(0.25), print), Sending(0.0)])
+    assert runtime.exported_share() == 0.25
+    session.write(directory / session.TRACES, "")  # as it may look for a moment
+    assert runtime.exported_share() is None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,8 +16,10 @@ from stagetrace import marks, parents
 from stagetrace.context import Root, current
 from stagetrace.marks import Mark, TextMark
 from stagetrace.recorder import Recorder
+from stagetrace_otlp.policy import Policy
 from stagetrace_vllm import api_hooks, asgi, roots
 from tests.unit.helpers import rings
+from tests.unit.scripted import Ask, Script
 
 
 def headers(digit: str) -> dict[str, str]:
@@ -161,29 +163,62 @@ class Request:
     trace_headers: dict[str, str] | None = None
 
 
+@pytest.fixture
+def hand_over(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Root, object]]:
+    """A request that came with ``given`` goes through the hand-over; its root, and what it has afterwards."""
+
+    def through(given: dict[str, str] | None, share: float | None, tracing: bool = True) -> tuple[Root, object]:
+        monkeypatch.setattr(api_hooks, "recorder", recorder)
+        monkeypatch.setattr(api_hooks, "exported_share", lambda: share)
+        root = roots.begin(marks.HTTP, headers=given)
+        token = current.set(root)
+        request = Request(trace_headers=given)
+        api_hooks.handed_over(SimpleNamespace(tracing_enabled=tracing), request, None, 0)
+        current.reset(token)
+        return root, request.trace_headers
+
+    return through
+
+
 @pytest.mark.parametrize("caller", ["a", None])
-@pytest.mark.parametrize(("tracing", "exported"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("tracing", "share"), [(True, 1.0), (True, None), (False, 1.0)])
 def test_a_span_of_the_engine_s_own_becomes_our_child_where_both_are_exported(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, tracing: bool, exported: bool, caller: str | None
+    hand_over: Callable[..., tuple[Root, dict[str, str]]], tracing: bool, share: float | None, caller: str | None
 ) -> None:
-    monkeypatch.setattr(api_hooks, "recorder", recorder)
-    monkeypatch.setattr(api_hooks, "exports_traces", lambda: exported)
     given = headers(caller) if caller else None
-    root = roots.begin(marks.HTTP, headers=given)
-    token = current.set(root)
-    request = Request(trace_headers=given)
-    api_hooks.handed_over(SimpleNamespace(tracing_enabled=tracing), request, None, 0)
-    current.reset(token)
-    if not (tracing and exported):
-        assert request.trace_headers == given
+    root, left = hand_over(given, share, tracing)
+    if not (tracing and share):
+        assert left == given
         return
-    found = parents.of_headers(request.trace_headers)
+    found = parents.of_headers(left)
     assert found is not None and found.span.span_id == f"{root.number:016x}" and found.span.sampled
     assert found.span.trace_id == (caller * 32 if caller else f"{root.trace_high:016x}{root.trace_low:016x}")
     assert found.tracestate == (f"v={caller}" if caller else "")
 
 
+def test_a_root_that_is_not_exported_gets_no_children(
+    hand_over: Callable[..., tuple[Root, dict[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those would be orphans: the request keeps what it came with. A caller's wish goes before any ratio."""
+    unsampled = {"traceparent": f"00-{'a' * 32}-{'a' * 16}-00"}
+    assert hand_over(unsampled, 1.0)[1] == unsampled
+    assert hand_over(headers("a"), 0.0)[1] != headers("a")
+    assert hand_over(None, 0.0)[1] is None
+    policy, kept = Policy({}, 0.5), 0
+    (record,) = Script().run(Ask()).records()
+    for _ in range(200):
+        root, left = hand_over(None, policy.ratio)
+        trace = f"{root.trace_high:016x}{root.trace_low:016x}"
+        assert (left is not None) == policy.exports([replace(record, trace_id=trace)])
+        kept += left is not None
+    assert 60 < kept < 140
+    monkeypatch.setenv("STAGETRACE_TRUST_TRACEPARENT", "0")
+    assert hand_over(headers("a"), 0.0)[1] == headers("a"), "its wish is not trusted either"
+
+
 def test_a_caller_that_is_not_trusted_is_not_handed_on(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAGETRACE_TRUST_TRACEPARENT", "0")
     root = roots.begin(marks.HTTP, headers=headers("a"))
-    assert roots.headers_of(root)["traceparent"].split("-")[1] == f"{root.trace_high:016x}{root.trace_low:016x}"
+    found = parents.of_headers(roots.headers_of(root, 1.0))
+    assert found is not None and found.span.trace_id == f"{root.trace_high:016x}{root.trace_low:016x}"
+    assert found.tracestate == ""

@@ -45,9 +45,10 @@ class Collector:
         self._settings: dict[str, str] | None = None
         self._flushed = ""
         self._hooks = "{}"
-        if any(getattr(sink, "traces", False) for sink in sinks):
+        shares = [share for sink in sinks if (share := getattr(sink, "traces", None)) is not None]
+        if shares:
             with suppress(OSError):  # full: the engine's own spans then stay the caller's children
-                session.write(directory / session.TRACES, "")
+                session.write(directory / session.TRACES, str(max(shares)))
 
     def poll(self) -> int:
         """Read what is new; return the number of marks, so that the owner knows how busy it is."""

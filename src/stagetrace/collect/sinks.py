@@ -73,9 +73,9 @@ class Guarded:
         self.name = name
         self.sink = sink
         self.failed = 0
-        self.traces = False
+        self.traces: float | None = None
         with suppress(Exception):
-            self.traces = bool(getattr(sink, "traces", False))
+            self.traces = getattr(sink, "traces", None)
         self._say = say
 
     def run(self, run: RunRecord) -> None:

@@ -474,8 +474,8 @@ from pathlib import Path
 from stagetrace.recorder import Recorder
 recorder = Recorder(Path(os.environ["STAGETRACE_SESSION"]), capacity=64)
 recorder.mark(1, 1)
-print("ready", flush=True)
 parent = os.getppid()
+print("ready", flush=True)  # after which the parent may be gone
 while os.getppid() == parent:
     time.sleep(0.01)
 recorder.mark(1, 2)

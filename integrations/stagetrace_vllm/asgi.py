@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from stagetrace.plugin import Guard, Root, current, marks, recorder
+from stagetrace.plugin import Guard, Root, current, marks, parents, recorder
 
 from . import roots
 
@@ -17,8 +17,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 ROUTES = {"/v1/chat/completions": 1, "/v1/completions": 2}
-#: Header → longest value kept. Nothing else of a request's headers is read.
-HEADERS = {b"traceparent": 128, b"tracestate": 512, b"x-request-id": 128}
+#: Nothing else of a request's headers is read.
+HEADERS = {name.encode("ascii"): name for name in parents.LIMITS}
 
 guard = Guard("asgi")
 
@@ -70,12 +70,10 @@ def texts(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     """Those of a request's headers that are ours to read."""
     found: dict[str, str] = {}
     for name, value in headers:
-        key = name.lower()
-        # The first of a repeated header wins; an over-long or unprintable one is nobody's id.
-        if len(value) <= HEADERS.get(key, -1) and value.isascii():
-            text = value.decode("ascii")
-            if text.isprintable():
-                found.setdefault(key.decode("ascii"), text)
+        key = HEADERS.get(name.lower())
+        # The first of a repeated header wins.
+        if key is not None and parents.kept(key, text := value.decode("latin-1")):
+            found.setdefault(key, text)
     return found
 
 

@@ -43,7 +43,10 @@ def options(
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="The server's command line.")],
-    store: Annotated[Path, typer.Option(metavar="FILE", help="Where to keep what is recorded.")] = DEFAULT_STORE,
+    store: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to keep what is recorded.", show_default=str(DEFAULT_STORE)),
+    ] = None,
     no_store: Annotated[bool, typer.Option("--no-store", help="Keep nothing on disk.")] = False,
     store_max: Annotated[str, typer.Option(metavar="SIZE", help="Remove the oldest requests beyond this.")] = "1GiB",
     otlp: Annotated[
@@ -67,8 +70,10 @@ def run(
         raise Fault(f"--store-max: {error}") from None
     if sample is not None and not 0 <= sample <= 1:
         raise Fault(f"--sample {sample}: give a number from 0 to 1")
+    if no_store and store is not None:
+        raise Fault(f"--store {store} and --no-store: give one of the two")
     options = Options(otlp, prometheus, sample)
-    raise typer.Exit(supervise(command, None if no_store else store, limit, options))
+    raise typer.Exit(supervise(command, None if no_store else store or DEFAULT_STORE, limit, options))
 
 
 @app.command()
@@ -96,13 +101,22 @@ def stages(
     trace = load(file, limit=last if request is None and not as_json else None)
     records = trace.requests if request is None else find(trace, request)
     if request is not None and not records:
-        raise Fault(f"{file} has no request {request}; `stagetrace stages {file} --json` lists the ids it has")
+        raise Fault(f"{file} has no request {request}; {_where_else(request, file)}")
     for line in trace.notices:
         typer.echo(f"stagetrace: {line}", err=True)
     if as_json:
         print_json(records)
     else:
         print_stopwatches(records, file)
+
+
+def _where_else(request: str, file: Path) -> str:
+    """How to find a request that is not known by this id."""
+    from .parents import kept
+
+    if request and not kept("x-request-id", request):
+        return "an x-request-id is kept up to 128 printable ASCII characters: look for the response's id or the trace id"
+    return f"`stagetrace stages {file} --json` lists the ids it has"
 
 
 @app.command()

@@ -9,8 +9,13 @@ from typing import NamedTuple
 
 from .propagation import Parent, parse
 
-#: Longest values that are kept; an over-long or unprintable one is nobody's context.
-LIMITS = {"traceparent": 128, "tracestate": 512}
+#: Headers that are read, and their longest values; an over-long or unprintable one is nobody's context or id.
+LIMITS = {"traceparent": 128, "tracestate": 512, "x-request-id": 128}
+
+
+def kept(name: str, value: str) -> bool:
+    """Whether a header is one that is read, and its value one that is kept: printable ASCII, and not too long."""
+    return len(value) <= LIMITS.get(name.lower(), -1) and value.isascii() and value.isprintable()
 
 
 class Caller(NamedTuple):
@@ -31,8 +36,7 @@ def of_headers(headers: Mapping[str, str] | None) -> Caller | None:
     """The caller that sent ``headers``; None where their ``traceparent`` is missing or unsound."""
     found: dict[str, str] = {}
     for name, value in (headers or {}).items():
-        limit = LIMITS.get(name.lower(), 0)
-        if len(value) <= limit and value.isascii() and value.isprintable():
+        if kept(name, value):
             found.setdefault(name.lower(), value)
     return _caller(found.get("traceparent", ""), found.get("tracestate", ""), explicit=True)
 

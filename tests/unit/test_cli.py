@@ -62,7 +62,7 @@ def store(path: Path, requests: int = 2) -> Path:
         writer.write_requests(
             [
                 RequestRecord(
-                    request_id=f"chatcmpl-{number}", external_id=f"mine-{number}", trace_id=f"{number + 1:032x}",
+                    request_id=f"chatcmpl-{number}", external_id=f"mine-{number}", trace_id=f"{number + 0xAA:032x}",
                     operation="chat", model="tiny", status="ok", finish_reason="stop", active_stage=None,
                     prompt_tokens=5, cached_tokens=0, output_tokens=2, start_unix_ns=1_700_000_000_000_000_000 + number,
                     e2e_ms=5.0, ttft_ms=2.0, ttft_kind="streamed", queue_ms=0.5, prefill_ms=1.0,
@@ -128,6 +128,7 @@ def test_shell_completion_and_python_m() -> None:
         (("run", "--store-max", "-5", "--", "true"), "--store-max: not a size: '-5'"),
         (("run", "--store-max", "1MiB", "--store", "gone/s.db", "--", "true"), "gone/s.db"),
         (("run", "--store-max", "5", "--", "true"), "--store-max 5 bytes is too small"),
+        (("run", "--store", "s.db", "--no-store", "--", "true"), "--store s.db and --no-store"),
         (("stages", "--wrong"), "--wrong"),
         (("stages", "--last", "0"), "--last"),
         (("stages", "--last", "x"), "--last"),
@@ -174,7 +175,7 @@ def test_a_locked_store(stagetrace: Cli, tmp_path: Path, monkeypatch: pytest.Mon
     assert f"{path}: locked by another program" in said
 
 
-@pytest.mark.parametrize("identifier", ["unknown", "", "two\nlines", "chatcmpl", "%", "\udcff"])
+@pytest.mark.parametrize("identifier", ["unknown", "", "chatcmpl", "%", "x" * 128])
 def test_a_request_that_is_not_there(stagetrace: Cli, tmp_path: Path, identifier: str) -> None:
     path = store(tmp_path / "s.db")
     said = stagetrace.refused("stages", str(path), "--request", identifier)
@@ -182,10 +183,18 @@ def test_a_request_that_is_not_there(stagetrace: Cli, tmp_path: Path, identifier
     assert "--json" in said
 
 
+@pytest.mark.parametrize("identifier", ["x" * 129, "gr\u00f6\u00dfe", "two\nlines", "\udcff"])
+def test_an_id_that_no_request_can_have_here(stagetrace: Cli, tmp_path: Path, identifier: str) -> None:
+    path = store(tmp_path / "s.db")
+    said = stagetrace.refused("stages", str(path), "--request", identifier)
+    assert f"{path} has no request" in said
+    assert said.endswith("up to 128 printable ASCII characters: look for the response's id or the trace id")
+
+
 # ---------------------------------------------------------------- what can
 
 
-@pytest.mark.parametrize("identifier", ["chatcmpl-1", "mine-1", f"{2:032x}"])
+@pytest.mark.parametrize("identifier", ["chatcmpl-1", "mine-1", f"{0xAB:032x}", f"{0xAB:032X}"])
 def test_a_request_by_any_of_its_ids(stagetrace: Cli, tmp_path: Path, identifier: str) -> None:
     path = store(tmp_path / "s.db")
     code, out, err = stagetrace("stages", str(path), "--request", identifier, "--json")

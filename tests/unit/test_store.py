@@ -265,7 +265,10 @@ def test_requests_are_found_by_any_of_their_ids(tmp_path: Path) -> None:
     trace = load(filled(tmp_path / "s.db"))
     for ident in ("chatcmpl-1", "x-1", "chatcmpl-1-ab", f"{2:032x}"):
         assert find(trace, ident) == [request(1)]
-    assert find(trace, "chatcmpl") == find(trace, "") == []
+    assert find(trace, "chatcmpl") == find(trace, "CHATCMPL-1") == find(trace, "") == []
+    for each in trace.requests:
+        each.link_trace_id, each.external_id, each.internal_id = f"{0xAB:032x}", None, None
+    assert find(trace, f"{0xAB:032X}") == trace.requests and find(trace, "none") == []
 
 
 def test_a_person_can_read_it(tmp_path: Path) -> None:

@@ -106,9 +106,15 @@ def _read(path: Path, db: sqlite3.Connection, limit: int | None, steps: bool, se
 
 
 def find(trace: Trace, ident: str) -> list[RequestRecord]:
-    """Return the requests with this response id, ``x-request-id``, internal id or trace id."""
+    """Return the requests with this response id, ``x-request-id``, internal id or trace id.
+
+    Trace ids in either case; that of a caller who is only linked to counts, too.
+    """
+    if not ident:
+        return []
     return [
-        request
-        for request in trace.requests
-        if ident and ident in (request.request_id, request.external_id, request.internal_id, request.trace_id)
+        each
+        for each in trace.requests
+        if ident in (each.request_id, each.external_id, each.internal_id)
+        or ident.lower() in (each.trace_id, each.link_trace_id)
     ]

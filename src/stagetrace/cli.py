@@ -115,7 +115,9 @@ def _where_else(request: str, file: Path) -> str:
     from .parents import kept
 
     if request and not kept("x-request-id", request):
-        return "an x-request-id is kept up to 128 printable ASCII characters: look for the response's id or the trace id"
+        return (
+            "an x-request-id is kept up to 128 printable ASCII characters: look for the response's id or the trace id"
+        )
     return f"`stagetrace stages {file} --json` lists the ids it has"
 
 

@@ -39,14 +39,22 @@ def instrument(
 
 
 def status() -> dict[str, Any]:
-    """Return the session, the hooks of this process and their states."""
+    """Return what is recorded in this process, as a dictionary.
+
+    ``recording``: whether; ``session``: its directory, or None; ``hooks``: by integration and target, each one's state;
+    ``store``: None where nothing is to be kept or no collector has said so yet, else ``{"file", "fault"}``, of which
+    ``fault`` is None as long as all is well, and then the line that says why nothing is stored.
+    """
     from . import api
 
     return api.status()
 
 
 def flush(timeout_s: float = 3.0) -> bool:
-    """Wait until the collector has stored what was recorded so far; False if it did not within ``timeout_s``."""
+    """Wait until the collector has stored what was recorded so far.
+
+    False if it did not within ``timeout_s``, or cannot: then :func:`status` says why.
+    """
     from . import api
 
     return api.flush(timeout_s)

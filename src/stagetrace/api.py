@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
+from contextlib import suppress
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from . import runtime, session
@@ -41,6 +44,7 @@ def status() -> dict[str, Any]:
         "recording": runtime.recorder.recording and bool(runtime.states()),
         "session": str(directory) if directory else None,
         "hooks": runtime.states(),
+        "store": _store(directory),
     }
 
 
@@ -58,10 +62,21 @@ def flush(timeout_s: float) -> bool:
             done = directory / session.FLUSHED
             if done.exists() and done.read_text() == stamp:
                 return True
+            if (_store(directory) or {}).get("fault"):
+                return False
             time.sleep(0.02)
     except OSError as error:
         log.warning("stagetrace: flush failed (%s)", error.strerror)
     return False
+
+
+def _store(directory: Path | None) -> dict[str, Any] | None:
+    """What the session's collector says of its store."""
+    if directory is not None:
+        with suppress(OSError, ValueError):
+            said = json.loads((directory / session.STORE).read_text(encoding="ascii"))
+            return said if isinstance(said, dict) else None
+    return None
 
 
 def uninstrument() -> None:

@@ -25,6 +25,8 @@ FLUSH = "flush"
 FLUSHED = "flushed"
 #: Lies there while the collector sends traces to a back end, and says which share of those that have no caller.
 TRACES = "traces"
+#: Where the collector stores, and why it does not if it should, as JSON.
+STORE = "store.json"
 #: What the collector has heard of each process's hooks, as JSON: rings are written round and round, and forget it.
 HOOKS = "hooks.json"
 #: A session of another container is left alone for this long after it was made, whatever it looks like.

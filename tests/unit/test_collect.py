@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from stagetrace import api, load, marks, runtime, session
 from stagetrace.collect.loop import Collector
-from stagetrace.collect.sink import StoreSink, say
+from stagetrace.collect.sink import NoStore, StoreSink, say
 from stagetrace.collect.sinks import Guarded
 from stagetrace.context import Root, new_root
 from stagetrace.model import RequestRecord, RunRecord, StepRecord
@@ -371,18 +372,23 @@ def test_it_refuses_what_is_no_session(directory: Path, what: str) -> None:
 def test_a_store_it_cannot_have_leaves_the_engine_alone(base: Path, tmp_path: Path) -> None:
     (tmp_path / "s.db").write_text("a letter")
     code = """
-        import sys
+        import json, sys, time, stagetrace
         from stagetrace import runtime
         runtime.options({"store": sys.argv[1]})
         runtime.engine_starts()
         runtime.engine_starts()
         runtime.recorder.mark(99, 1)
-        print(runtime.directory())
+        while stagetrace.status()["store"] is None:
+            time.sleep(0.01)
+        print(json.dumps([stagetrace.flush(60), stagetrace.status()["store"], str(runtime.directory())]))
     """
     done = python(code, tmp_path / "s.db", **plain_environment(), **{session.BASE_ENV: str(base)})
     assert done.returncode == 0
-    directory = Path(done.stdout.strip())
+    flushed, told, named = json.loads(done.stdout)
+    directory = Path(named)
     assert directory.parent == base
+    assert (flushed, told["file"]) == (False, str(tmp_path / "s.db"))
+    assert "not a stagetrace store" in told["fault"] and told["fault"] in done.stderr
     wait_until(lambda: not directory.exists(), "the collector tidies up")
     (said,) = done.stderr.splitlines()
     assert "nothing will be stored" in said
@@ -397,13 +403,41 @@ def test_rings_of_this_file_s_helpers_are_rings(directory: Path) -> None:
 def test_who_flushes_is_not_told_that_a_store_has_what_it_has_not(tmp_path: Path) -> None:
     directory = tmp_path / "session"
     directory.mkdir(mode=0o700)
-    for mute, answered in ((True, False), (False, True)):
-        collector = Collector(directory, [])
-        collector.mute = mute
+    for sinks, answered in ([NoStore("s.db", "s.db: is a directory")], False), ([], True):
+        collector = Collector(directory, sinks)
         session.write(directory / session.FLUSH, "17")
         collector.poll()
         assert (directory / session.FLUSHED).exists() is answered
         collector.close()
+
+
+def test_what_becomes_of_the_store_is_known_in_the_engine_s_process(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "recorder", Recorder(directory))
+    assert api.status()["store"] is None
+    Collector(directory, [NoStore("/x/s.db", "/x/s.db: is a directory")])
+    assert api.status()["store"] == {"file": "/x/s.db", "fault": "/x/s.db: is a directory"}
+    assert not api.flush(60.0), "and there is nothing to wait for"
+    said: list[str] = []
+    path = tmp_path / "s.db"
+    collector = Collector(directory, [StoreSink(StoreWriter(path), said.append)])
+    assert api.status()["store"] == {"file": str(path), "fault": None}
+    call(runtime.recorder)
+    collector.store.writer._db.execute("PRAGMA query_only=ON")
+    session.write(directory / session.FLUSH, "99")
+    collector.close()
+    (line,) = [line for line in said if "storing has ended" in line]
+    assert line.startswith(api.status()["store"]["fault"]) and str(path) in line
+    assert not (directory / session.FLUSHED).exists()
+
+
+def test_a_store_that_a_reader_holds_is_no_place_for_what_is_flushed(tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path / "s.db")
+    sink = StoreSink(writer, print)
+    assert sink.fault is None
+    writer._blocked = True
+    assert sink.fault and "a reader holds it open" in sink.fault
 
 
 def test_the_session_says_which_traces_go_out(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

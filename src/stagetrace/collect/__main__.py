@@ -14,7 +14,7 @@ from .. import session
 from ..exporting import Options, Sink
 from ..store import StoreError, StoreWriter
 from .loop import Collector
-from .sink import StoreSink, say
+from .sink import NoStore, StoreSink, say
 from .sinks import ExportError, build
 
 
@@ -43,7 +43,6 @@ def main(arguments: list[str] | None = None) -> int:
     store = _store(options.store, options.store_max)
     sinks: list[Sink] = [*([store] if store else []), *_exporters(asked)]
     collector = Collector(directory, sinks, asked.health)
-    collector.mute = options.store is not None and store is None
     try:
         _collect(collector, parent)
         collector.close()
@@ -58,14 +57,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _store(path: str | None, max_bytes: int) -> StoreSink | None:
+def _store(path: str | None, max_bytes: int) -> StoreSink | NoStore | None:
     if path is None:
         return None
     try:
         return StoreSink(StoreWriter(path, max_bytes), say)
     except StoreError as error:
         say(f"{error}; nothing will be stored")
-        return None
+        return NoStore(os.path.abspath(path), str(error))
 
 
 def _exporters(asked: Options) -> list[Sink]:

@@ -15,6 +15,7 @@ from ..assemble import Assembler
 from ..exporting import Health, Sink
 from ..model import RequestRecord, RunRecord
 from ..rings import Ring, open_ring
+from .sink import NoStore, StoreSink
 
 #: How often the records of running requests are renewed in the store, and liveness is looked at.
 SNAPSHOT_NS = 1_000_000_000
@@ -35,8 +36,8 @@ class Collector:
         self.assembler = Assembler(self._alive)
         self.rings: dict[str, Ring] = {}
         self.requests = 0
-        #: What was to be kept is not: a `flush` must not be told that it is.
-        self.mute = False
+        #: The store among the sinks, if there is one: it knows whether what it was given is kept.
+        self.store = next((sink for sink in sinks if isinstance(sink, StoreSink | NoStore)), None)
         self.started_unix_ns = time.time_ns()
         self._dead: set[int] = set()
         #: What rings that are gone by now had lost or refused.
@@ -44,11 +45,13 @@ class Collector:
         self._snapshot_at = 0
         self._settings: dict[str, str] | None = None
         self._flushed = ""
-        self._hooks = "{}"
+        #: What was left in the session's files, by name.
+        self._told = {session.HOOKS: "{}"}
         shares = [share for sink in sinks if (share := getattr(sink, "traces", None)) is not None]
         if shares:
             with suppress(OSError):  # full: the engine's own spans then stay the caller's children
                 session.write(directory / session.TRACES, str(max(shares)))
+        self._tell_store()
 
     def poll(self) -> int:
         """Read what is new; return the number of marks, so that the owner knows how busy it is."""
@@ -111,7 +114,7 @@ class Collector:
         if snapshot or closing:
             self._snapshot_at = now
             self._bury()
-            self._tell_hooks()
+            self._tell(session.HOOKS, self.assembler.book.hooks)
             self.assembler.forget(now)
             self._take_stock()
         steps = self.assembler.steps()
@@ -119,26 +122,32 @@ class Collector:
         self.requests += len(done)
         running = self._running(now) if snapshot and not closing else []
         self._run_changed(bool(steps or done or running))
-        answer = asked and not self.mute and not self._owes(asked)
+        wanted = asked and not self._owes(asked)
         for sink in self.sinks:
             if steps:
                 sink.steps(steps)
             if done or running:
                 sink.requests([*running, *done])
-            if snapshot or closing or answer:
+            if snapshot or closing or wanted:
                 sink.flush()
-        if answer:
+        self._tell_store()
+        # What was to be kept and is not: a `flush` must not be told that it is.
+        if wanted and not (self.store and self.store.fault):
             self._flushed = asked
             with suppress(OSError):  # a full tmpfs: who asked will not wait for ever
                 session.write(self.directory / session.FLUSHED, asked)
 
-    def _tell_hooks(self) -> None:
-        """Leave what is known of the hooks where `doctor` finds it."""
-        told = json.dumps(self.assembler.book.hooks)
-        if told != self._hooks:
-            self._hooks = told
+    def _tell_store(self) -> None:
+        if self.store:
+            self._tell(session.STORE, {"file": self.store.file, "fault": self.store.fault})
+
+    def _tell(self, name: str, what: object) -> None:
+        """Leave in the session's file ``name`` what `doctor` and `status` want to know."""
+        told = json.dumps(what)
+        if told != self._told.get(name):
+            self._told[name] = told
             with suppress(OSError):
-                session.write(self.directory / session.HOOKS, told)
+                session.write(self.directory / name, told)
 
     def _flush_asked(self) -> str:
         """The stamp of a `flush` request that has not been answered yet; empty if there is none."""

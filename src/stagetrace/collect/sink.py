@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from ..model import RequestRecord, RunRecord, StepRecord
 from ..store import StoreError, StoreWriter
@@ -23,7 +24,14 @@ class StoreSink:
 
     def __init__(self, writer: StoreWriter, say: Callable[[str], None]) -> None:
         self.writer = writer
+        self.file = str(writer.path)
         self._say = say
+        self._ended: str | None = None
+
+    @property
+    def fault(self) -> str | None:
+        """Why nothing is stored, in one line; None where it is."""
+        return self._ended or self.writer.obstacle
 
     def run(self, run: RunRecord) -> None:
         """Store the engine's settings."""
@@ -54,4 +62,19 @@ class StoreSink:
         try:
             action()
         except StoreError as error:
+            self._ended = str(error)
             self._say(f"{error}; serving goes on, storing has ended")
+
+
+@dataclass
+class NoStore:
+    """In the place of a store that could not be opened: keeps nothing, and can say why."""
+
+    file: str
+    fault: str
+
+    def run(self, run: RunRecord) -> None: ...
+    def requests(self, records: list[RequestRecord]) -> None: ...
+    def steps(self, records: list[StepRecord]) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...

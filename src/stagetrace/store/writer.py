@@ -21,6 +21,7 @@ _BESIDE_BYTES = 64 << 10
 # How long one commit may remove old rows while there is still room: the caller has rings to read.
 _PRUNE_SECONDS = 0.25
 _STEP_BYTES = 160
+_HELD = "a reader holds it open for too long: nothing is stored until it lets go"
 
 
 class Pruned(NamedTuple):
@@ -103,6 +104,11 @@ class StoreWriter:
     def pruned(self) -> Pruned:
         """How much was removed so far."""
         return self._pruned
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why nothing is stored for the time being, in one line; None where it is."""
+        return f"{files.show(self.path)}: {_HELD}" if self._blocked else None
 
     def notices(self) -> list[str]:
         """Return the lines a person should see, each once."""
@@ -256,7 +262,7 @@ class StoreWriter:
             if os.stat(f"{self.path}-wal").st_size > max(self.max_bytes // 4, 2 * self._chunk):
                 _, frames, moved = db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
                 if moved < frames:
-                    self._tell("a reader holds it open for too long: nothing is stored until it lets go")
+                    self._tell(_HELD)
                     return True
         return False
 

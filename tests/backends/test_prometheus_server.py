@@ -2,115 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import signal
-import subprocess
 import time
-import urllib.parse
-import urllib.request
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import pytest
-
-from stagetrace.collect import sinks
-from stagetrace.exporting import INSTRUMENTS, Options
-from stagetrace.model import RequestRecord, RunRecord, StepRecord
+from stagetrace.exporting import INSTRUMENTS
+from stagetrace.model import RequestRecord, StepRecord
 from stagetrace.numbers import numbers
 from stagetrace.store import Trace
-from tests.receivers import free_port
-from tests.unit.scripted import MS, US, Ask, Script
-
-CONFIG = """
-global: {scrape_interval: 200ms, scrape_timeout: 200ms}
-scrape_configs:
-  - job_name: stagetrace
-    static_configs: [{targets: ["TARGET"]}]
-"""
-
-
-@pytest.fixture(scope="module")
-def server() -> str:
-    """Debian's Prometheus; installed where we may."""
-    if not shutil.which("prometheus") and os.geteuid() == 0 and shutil.which("apt-get"):
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        for command in (["update"], ["install", "-y", "--no-install-recommends", "prometheus"]):
-            environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-            subprocess.run(["apt-get", *command], timeout=130, env=environment, check=False, **quiet)
-    found = shutil.which("prometheus")
-    assert found, "this test needs Prometheus: apt-get install --no-install-recommends prometheus"
-    return found
-
-
-@dataclass
-class Prometheus:
-    url: str
-
-    def get(self, path: str, **query: object) -> Any:
-        with urllib.request.urlopen(f"{self.url}{path}?{urllib.parse.urlencode(query)}", timeout=10) as answer:
-            return json.load(answer)["data"]
-
-    def value(self, query: str) -> float | None:
-        """The one value of an instant query; None while there is none."""
-        result = self.get("/api/v1/query", query=query)["result"]
-        assert len(result) <= 1, result
-        return float(result[0]["value"][1]) if result else None
-
-
-@pytest.fixture
-def scraped(server: str, tmp_path: Path) -> Iterator[tuple[Prometheus, sinks.Sink]]:
-    """A Prometheus that scrapes the sink beside it."""
-    said: list[str] = []
-    (sink,) = sinks.build(Options(prometheus="127.0.0.1:0"), {}, said.append)
-    sink.run(RunRecord("s", "paper", "1", "tiny"))
-    (tmp_path / "prometheus.yml").write_text(
-        CONFIG.replace("TARGET", urllib.parse.urlsplit(said[0].split()[-1]).netloc)
-    )
-    port = free_port()
-    command = [
-        server, f"--config.file={tmp_path / 'prometheus.yml'}", f"--storage.tsdb.path={tmp_path / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage",
-    ]  # fmt: skip
-    with open(tmp_path / "prometheus.log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    try:
-        yield Prometheus(f"http://127.0.0.1:{port}"), sink
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-        sink.close()
-
-
-def eventually(question: Callable[[], Any], what: str, timeout_s: float = 40.0) -> Any:
-    until = time.monotonic() + timeout_s
-    while True:
-        try:
-            if answer := question():
-                return answer
-        except OSError:
-            pass  # it is still starting
-        assert time.monotonic() < until, f"still not: {what}"
-        time.sleep(0.1)
-
-
-@pytest.fixture(scope="module")
-def records() -> list[RequestRecord]:
-    asks = [
-        Ask(at=n * 7 * MS, prompt=20 + 37 * n % 300, output=3 + n % 11, slower=n % 5 * 300 * US) for n in range(120)
-    ]
-    return Script(slots=6).run(*asks, Ask(refuse="body")).records()
+from tests.backends.conftest import Prometheus, eventually
 
 
 def test_percentiles_from_its_buckets_are_ours_within_a_bucket(
-    scraped: tuple[Prometheus, sinks.Sink], records: list[RequestRecord]
+    prometheus: Prometheus, records: list[RequestRecord]
 ) -> None:
-    prometheus, sink = scraped
-    sink.requests(records)
+    prometheus.sink.requests(records)
     count = "sum(gen_ai_server_request_duration_seconds_count)"
     eventually(lambda: prometheus.value(count) == len(records), "all requests are counted")
     ours = numbers(Trace(requests=records))["timers"]
@@ -128,12 +33,9 @@ def test_percentiles_from_its_buckets_are_ours_within_a_bucket(
             assert apart <= 1, f"{timer} {q}: {theirs * 1e3:.3f} ms of Prometheus, {ours[timer][q]:.3f} ms of ours"
 
 
-def test_every_metric_and_its_exemplars_arrive(
-    scraped: tuple[Prometheus, sinks.Sink], records: list[RequestRecord]
-) -> None:
-    prometheus, sink = scraped
-    sink.requests(records)
-    sink.steps([StepRecord(7 << 32, 7, (1, 2), 3, 3, 0, 1, 4, 0.25, preempted=2)])
+def test_every_metric_and_its_exemplars_arrive(prometheus: Prometheus, records: list[RequestRecord]) -> None:
+    prometheus.sink.requests(records)
+    prometheus.sink.steps([StepRecord(7 << 32, 7, (1, 2), 3, 3, 0, 1, 4, 0.25, preempted=2)])
     eventually(lambda: prometheus.value("stagetrace_preemptions_total") == 2.0, "evictions are counted")
     known = set(prometheus.get("/api/v1/label/__name__/values"))
     for each in INSTRUMENTS.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from stagetrace.model import RequestRecord, StageRecord
@@ -32,7 +33,7 @@ def violations(record: RequestRecord, complete: bool = False) -> list[str]:
     ``complete`` says that no mark was lost: then the tokens are all there, too.
     """
     found = []
-    for rule in (_form, _states, _order, _ending, _sums, _decode, _tokens, _timers):
+    for rule in (_form, _states, _order, _ending, _sums, _decode, _worst, _tokens, _timers):
         try:
             rule(record)
         except AssertionError as broken:
@@ -155,13 +156,36 @@ def _sums(record: RequestRecord) -> None:
 
 def _decode(record: RequestRecord) -> None:
     stage = record.stage("decode")
-    if stage.duration_ms is None or stage.attributes.get("interrupted"):
+    if stage.duration_ms is None:
         return
-    split: dict[str, Any] = stage.attributes["split_ms"]
+    assert stage.attributes["itl_ms"] == record.itl_ms
+    split: dict[str, Any] | None = stage.attributes["split_ms"]
+    assert split is not None or stage.attributes.get("interrupted")
+    if split is None:
+        return
     assert set(split) == set(SPLIT), set(split) ^ set(SPLIT)
     assert all(part >= 0 for part in split.values()), split
     assert abs(sum(split.values()) - stage.duration_ms) <= EPS, (split, stage.duration_ms)
-    assert stage.attributes["itl_ms"] == record.itl_ms
+    blamed = stage.attributes["stalled_by"]
+    assert sum(one["ms"] for one in blamed) <= split["stalled"] + EPS, (blamed, split["stalled"])
+    assert [one["ms"] for one in blamed] == sorted((one["ms"] for one in blamed), reverse=True)
+    assert all(one["tokens"] > 0 and one["trace_id"] for one in blamed), blamed
+
+
+def _worst(record: RequestRecord) -> None:
+    """Each is a wait between two tokens there are, and none is longer than the longest."""
+    times = record.token_times_ms
+    worst = record.stage("decode").attributes.get("worst_steps") or []
+    assert len(worst) <= 5 and [w["token"] for w in worst] == sorted({w["token"] for w in worst}), worst
+    for one in worst:
+        assert one["gap_ms"] > 0 and one["cause"] in (*SPLIT, "emit"), one
+        assert one["batch"] >= 1 and one["prefill_tokens"] >= 0 and one["step"].isdigit(), one
+        if times:  # which a record out of a JSON document has not, and one out of a store to a microsecond
+            assert abs(times[one["token"]] - one["at_ms"]) <= EPS, one
+            assert abs(times[one["token"]] - times[one["token"] - 1] - one["gap_ms"]) <= 2 * EPS, one
+    if len(times) > 1 and record.stage("decode").duration_ms is not None:
+        longest = max(after - before for before, after in pairwise(times))
+        assert abs(longest - max((w["gap_ms"] for w in worst), default=0.0)) <= 2 * EPS, (longest, worst)
 
 
 def _tokens(record: RequestRecord) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, TraceFlags, TraceState
 from opentelemetry.trace.status import Status, StatusCode
 
-from stagetrace.exporting import RequestRecord, StageRecord, inter_token
+from stagetrace.exporting import RequestRecord, StageRecord
 
 from .pipeline import weight
 
@@ -30,8 +29,8 @@ MAX_SPANS = 300
 MAX_BYTES = 4_000_000
 #: Longest string on the wire, in characters.
 MAX_TEXT = 1024
-#: How many of a request's slowest tokens are events on its decode span.
-SLOW_TOKENS = 5
+#: What is said of each request whose prefill stalled another one's decode.
+_CULPRIT = ("request_id", "tokens", "ms")
 #: Stages of the call itself, which its sequences share.
 SHARED = ("http_receive", "chat_template", "tokenize")
 #: Stage facts that have a name in the GenAI conventions; they go on the root under it.
@@ -120,25 +119,36 @@ class _Builder:
             "stagetrace.duration_ms": row.duration_ms, **flat("stagetrace", row.attributes),
         }  # fmt: skip
         times = (start, start + round(_extent(row, record) * 1e6))
-        events = slow_tokens(self, record) if row.key == "decode" else []
-        above_it = self.context(above)
-        return self.span(row.key, self.id(above, row.key + salt), above_it, times, values, events=events)
+        decode = row.key == "decode"
+        return self.span(
+            row.key, self.id(above, row.key + salt), self.context(above), times, values,
+            events=slow_steps(self, record) if decode else (), links=culprits(self, record) if decode else (),
+        )  # fmt: skip
 
 
-def slow_tokens(build: _Builder, record: RequestRecord) -> list[Event]:
-    """The tokens after the first that were waited for longest, in order."""
-    # To a microsecond, as a store keeps them: a trace is the same whenever it is exported.
-    times = [round(time * 1000) / 1000 for time in record.token_times_ms]
-    gaps = list(enumerate(inter_token(times), 1))
-    worst = heapq.nlargest(SLOW_TOKENS, gaps, key=lambda gap: gap[1])
+def slow_steps(build: _Builder, record: RequestRecord) -> list[Event]:
+    """The steps of its decode that were waited for longest, in order, each when its first token arrived."""
     return [
         build.event(
-            "stagetrace.slow_token",
-            record.start_unix_ns + round(times[index] * 1e6),
-            {"stagetrace.token.index": index, "stagetrace.token.gap_ms": gap},
+            "stagetrace.slow_step",
+            record.start_unix_ns + round(step["at_ms"] * 1e6),
+            {
+                "stagetrace.token.index": step["token"], "stagetrace.token.gap_ms": step["gap_ms"],
+                **flat("stagetrace.step", {k: v for k, v in step.items() if k not in ("token", "gap_ms", "at_ms")}),
+            },
         )
-        for index, gap in sorted(worst)
-        if gap > 0
+        for step in record.stage("decode").attributes.get("worst_steps") or ()
+    ]  # fmt: skip
+
+
+def culprits(build: _Builder, record: RequestRecord) -> list[Link]:
+    """The requests whose prefill stalled its decode, by their roots."""
+    return [
+        build.link(
+            SpanContext(int(one["trace_id"], 16), int(one["span_id"], 16), True),
+            {"stagetrace.link": "stalled_by", **flat("stagetrace.stalled_by", {k: one[k] for k in _CULPRIT})},
+        )
+        for one in record.stage("decode").attributes.get("stalled_by") or ()
     ]
 
 

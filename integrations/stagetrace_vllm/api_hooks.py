@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from contextvars import Token
 from typing import Any
 
 from stagetrace.plugin import (
     HookGroup,
     HookSpec,
+    Root,
     current,
     engine_starts,
     exported_share,
@@ -19,10 +22,13 @@ from stagetrace.plugin import (
 
 from . import roots
 from .asgi import Shell
+from .held import hold, parts, release, root_of
 from .roots import root_now
 
-#: Texts on their way to a tokenizer thread, by identity: threads of a pool do not inherit context variables.
-_tokenizing: dict[int, int] = {}
+#: A call, and what it holds until it is released.
+Held = tuple[Root, list[int]]
+#: What a beam search adds to the id of the request it belongs to.
+_BEAM = re.compile(r"-[0-9a-f]+-beam-\d+$")
 
 
 def engine_building(_instance: Any) -> None:
@@ -38,8 +44,9 @@ def shell(_state: Any, _app: Any, stack: Any) -> Any:
 def handler_entered(_serving: Any, request: Any) -> None:
     """Body parsed and validated: the request handler begins."""
     root = current.get()
-    if root is None:
+    if root is None or root.handled:  # some handlers work by calling another one
         return
+    root.handled = True
     root.streams = bool(getattr(request, "stream", False))
     limit = getattr(request, "max_completion_tokens", None) or getattr(request, "max_tokens", None)
     limit = limit or getattr(request, "max_output_tokens", None) or -1
@@ -47,48 +54,60 @@ def handler_entered(_serving: Any, request: Any) -> None:
     recorder.mark(marks.HANDLER, root.number, root.received_bytes, root.streams, n, limit)
 
 
-def render_entered(_renderer: Any, conversations: Any) -> None:
+def pooling_entered(serving: Any, request: Any) -> Held | None:
+    """The handler of what is pooled: it renders in threads, one prompt at a time."""
+    handler_entered(serving, request)
+    root = current.get()
+    return None if root is None else (root, hold(root, parts(request)))
+
+
+def pooling_left(state: Held | None, _serving: Any, _result: Any) -> None:
+    """Answered, or given up."""
+    if state is not None:
+        release(*state)
+
+
+def render_entered(_renderer: Any, conversations: Any) -> Token[Root | None] | None:
     """Messages are about to be rendered to one string."""
     root = root_now()
-    if root is not None:
-        recorder.mark(marks.RENDER, root.number, sum(len(c) for c in conversations))
+    found = root or root_of(conversations)
+    if found is None:
+        return None
+    recorder.mark(marks.RENDER, found.number, sum(len(c) for c in conversations))
+    return current.set(found) if root is None else None
 
 
-def tokenize_entered(_renderer: Any, prompts: Any) -> tuple[int, list[int]] | None:
+def tokenize_entered(_renderer: Any, prompts: Any) -> Held | None:
     """Text is about to become ids."""
-    root = root_now()
+    given = [p for p in prompts if isinstance(p, dict)]
+    texts = [text for p in given if isinstance(text := p.get("prompt"), str)]
+    root = root_now() or root_of([*texts, *(p.get("prompt_token_ids") for p in given)])
     if root is None:
         return None
-    texts = [text for p in prompts if isinstance(p, dict) and isinstance(text := p.get("prompt"), str)]
     recorder.mark(marks.TOKENIZE, root.number, sum(map(len, texts)))
-    for text in texts:
-        _tokenizing[id(text)] = root.number
-    return root.number, [id(text) for text in texts]
+    return root, hold(root, texts)
 
 
-def tokenize_left(state: tuple[int, list[int]] | None, _renderer: Any, prompts: Any) -> None:
+def tokenize_left(state: Held | None, _renderer: Any, prompts: Any) -> None:
     """Ids are there: count them."""
     if state is None:
         return
-    number, texts = state
-    counts = [len(p.get("prompt_token_ids") or ()) for p in prompts if isinstance(p, dict)]
-    recorder.mark(marks.TOKENIZED, number, sum(counts))
-    for text in texts:
-        _tokenizing.pop(text, None)
+    counts = [len(ids) for p in prompts if isinstance(p, dict) and (ids := p.get("prompt_token_ids")) is not None]
+    recorder.mark(marks.TOKENIZED, state[0].number, sum(counts) if len(counts) == len(prompts) else -1)
+    release(*state)
 
 
-def tokenize_failed(state: tuple[int, list[int]] | None, _renderer: Any, _error: BaseException) -> None:
+def tokenize_failed(state: Held | None, _renderer: Any, _error: BaseException) -> None:
     """Forget the texts of a tokenisation that raised."""
-    for text in state[1] if state else ():
-        _tokenizing.pop(text, None)
+    if state is not None:
+        release(*state)
 
 
 def tokenizer_took(_renderer: Any, prompt: Any) -> None:
     """A tokenizer thread takes a text up: until now it waited for the pool."""
-    root = current.get()
-    number = root.number if root else _tokenizing.get(id(prompt.get("prompt"))) if isinstance(prompt, dict) else None
-    if number is not None:
-        recorder.mark(marks.TOKENIZE_RUN, number)
+    root = current.get() or (root_of([prompt.get("prompt")]) if isinstance(prompt, dict) else None)
+    if root is not None:
+        recorder.mark(marks.TOKENIZE_RUN, root.number)
 
 
 def handed_over(processor: Any, request: Any, parent_req: Any, request_index: Any) -> None:
@@ -96,12 +115,11 @@ def handed_over(processor: Any, request: Any, parent_req: Any, request_index: An
     root = root_now() or roots.begin(marks.DIRECT, headers=request.trace_headers)
     sequence = key_of(request.request_id)
     root.sequences.append(sequence)
-    prompt = len(request.prompt_token_ids or ())
     params = request.sampling_params
-    limit = getattr(params, "max_tokens", None) or 0
-    recorder.mark(marks.ADD, root.number, signed(sequence), prompt, limit, request_index or 0)
+    limit = -1 if params is None else params.max_tokens or 0
+    recorder.mark(marks.ADD, root.number, signed(sequence), prompt_tokens(request), limit, request_index or 0)
     recorder.text(marks.INTERNAL_ID, sequence, request.request_id)
-    recorder.text(marks.EXTERNAL_ID, root.number, response_id(request, over_http=root.kind == marks.HTTP))
+    recorder.text(marks.EXTERNAL_ID, root.number, response_id(request, root))
     if params is not None:
         grammar = int(getattr(params, "structured_outputs", None) is not None)
         temperature, top_p = round(params.temperature * 1e6), round(params.top_p * 1e6)
@@ -113,10 +131,23 @@ def handed_over(processor: Any, request: Any, parent_req: Any, request_index: An
         request.trace_headers = roots.headers_of(root, share) or request.trace_headers
 
 
-def response_id(request: Any, over_http: bool) -> str:
-    """The id the client is answered with. A completion's prompts are numbered behind it: ``cmpl-X-0``."""
+def prompt_tokens(request: Any) -> int:
+    """Positions of the prompt: its ids, or the embeddings that came instead; -1 where there are neither."""
+    embeds = getattr(request, "prompt_embeds", None)
+    given = request.prompt_token_ids if request.prompt_token_ids is not None else embeds
+    return -1 if given is None else len(given)
+
+
+def response_id(request: Any, root: Root) -> str:
+    """The id the client is answered with. Of several prompts, beams or turns each has an id made from it."""
     external: str = getattr(request, "external_req_id", None) or request.request_id
-    return external.rpartition("-")[0] if over_http and external.startswith("cmpl-") else external
+    if root.kind != marks.HTTP:
+        return external
+    answered = _BEAM.sub("", external)
+    if answered == external and root.numbered:
+        answered, _, last = external.rpartition(root.numbered)
+        return answered if last.isdecimal() else external
+    return answered
 
 
 def outputs_entered(_processor: Any, outputs: Any, timestamp: Any) -> tuple[int, int, int]:
@@ -142,8 +173,8 @@ def aborting(processor: Any, request_ids: Any, internal: Any) -> Any:
             recorder.mark(marks.ABORTED, key_of(name))
 
 
-_CHAT = "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.create_chat_completion"
-_COMPLETION = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.create_completion"
+_OPENAI = "vllm.entrypoints.openai"
+_POOLING = "vllm.entrypoints.pooling.base.serving"
 _RENDERER = "vllm.renderers.base:BaseRenderer"
 _OUTPUTS = "vllm.v1.engine.output_processor:OutputProcessor"
 
@@ -152,6 +183,11 @@ def _tokenizes(method: str, awaits: bool) -> HookSpec:
     return HookSpec(
         f"{_RENDERER}.{method}", tokenize_entered, tokenize_left, tokenize_failed, takes=("prompts",), awaits=awaits
     )
+
+
+def _handler(name: str, target: str, *otherwise: str, stages: tuple[str, ...] = ()) -> HookGroup:
+    """The entry of a request handler, where stage 1 ends. Without those of chat and completions, that stage is lost."""
+    return HookGroup(name, stages, (HookSpec(target, handler_entered, takes=("request",), otherwise=otherwise),))
 
 
 def _offline_call(method: str) -> HookSpec:
@@ -182,11 +218,24 @@ GROUPS = (
     HookGroup("http", ("http_receive", "detokenize", "teardown"), (
         HookSpec("fastapi.applications:FastAPI.build_middleware_stack", leave=shell, replaces=True, pausable=False),
     )),
-    HookGroup("chat", ("http_receive",), (HookSpec(_CHAT, handler_entered, takes=("request",)),)),
-    HookGroup("completion", ("http_receive",), (HookSpec(_COMPLETION, handler_entered, takes=("request",)),)),
+    _handler("chat", f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.create_chat_completion",
+             stages=("http_receive",)),
+    _handler("completion", f"{_OPENAI}.completion.serving:OpenAIServingCompletion.create_completion",
+             stages=("http_receive",)),
+    _handler("responses", f"{_OPENAI}.responses.serving:OpenAIServingResponses.create_responses"),
+    _handler("messages", "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.create_messages"),
+    _handler("token_ids", "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens",
+             "vllm.entrypoints.serve.disagg.serving:ServingTokens.serve_tokens"),
+    HookGroup("pooling", (), (
+        HookSpec(f"{_POOLING}:PoolingBaseServing.__call__", pooling_entered, pooling_left, pooling_left,
+                 takes=("request",), awaits=True, otherwise=(
+                     f"{_POOLING}:PoolingServingBase.__call__", f"{_POOLING}:PoolingServing.__call__",
+                 )),
+    )),
     HookGroup("render", ("chat_template", "tokenize"), (
         HookSpec(f"{_RENDERER}.render_chat_async", render_entered, takes=("conversations",)),
-        HookSpec(f"{_RENDERER}.render_chat", render_entered, takes=("conversations",)),
+        HookSpec(f"{_RENDERER}.render_chat", render_entered, roots.prompt_left, roots.prompt_left,
+                 takes=("conversations",)),
         _tokenizes("tokenize_prompts_async", awaits=True),
         _tokenizes("tokenize_prompts", awaits=False),
     )),

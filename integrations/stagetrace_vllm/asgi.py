@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagetrace.plugin import Guard, Root, current, marks, parents, recorder
 
@@ -16,7 +16,23 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-ROUTES = {"/v1/chat/completions": 1, "/v1/completions": 2}
+
+class Route(NamedTuple):
+    """A path that ends in the engine: ``marks.OPERATIONS``, and what stands before the number of each prompt in ids."""
+
+    operation: int
+    numbered: str = ""
+
+
+_CHAT, _SCORE, _RERANK = Route(1), Route(7, "-"), Route(8, "-")
+#: Not here: what tokenises or renders only, audio, and what administers the server.
+ROUTES = {
+    "/v1/chat/completions": _CHAT, "/v1/messages": _CHAT, "/v1/responses": Route(1, "_"),
+    "/v1/completions": Route(2, "-"), "/inference/v1/generate": Route(3),
+    "/v1/embeddings": Route(4, "-"), "/v2/embed": Route(4, "-"), "/pooling": Route(5, "-"),
+    "/classify": Route(6, "-"), "/score": _SCORE, "/v1/score": _SCORE,
+    "/rerank": _RERANK, "/v1/rerank": _RERANK, "/v2/rerank": _RERANK,
+}  # fmt: skip
 #: Nothing else of a request's headers is read.
 HEADERS = {name.encode("ascii"): name for name in parents.LIMITS}
 
@@ -52,11 +68,12 @@ def begin(scope: Scope, receive: Receive, send: Send) -> Watch | None:
         if guard.off or scope["type"] != "http" or scope.get("method") != "POST":
             return None
         path = scope["path"].removeprefix(scope.get("root_path") or "")
-        operation = ROUTES.get(path)
-        if operation is None or recorder.paused():
+        route = ROUTES.get(path)
+        if route is None or recorder.paused():
             return None
         headers = texts(scope.get("headers") or ())
-        root = roots.begin(marks.HTTP, operation, headers=headers)
+        root = roots.begin(marks.HTTP, route.operation, headers=headers)
+        root.numbered = route.numbered
         recorder.text(marks.ROUTE, root.number, path)
         if "x-request-id" in headers:
             recorder.text(marks.CLIENT_ID, root.number, headers["x-request-id"])
@@ -128,13 +145,22 @@ class Watch:
 
 def has_text(chunk: bytes) -> bool:
     """Whether a chunk of server-sent events carries generated text, and not only a role or usage figures."""
-    for line in chunk.splitlines():
-        if not line.startswith(b"data: {"):
-            continue
-        for choice in json.loads(line[6:]).get("choices") or ():
-            delta = choice.get("delta")
-            if not isinstance(delta, dict):
-                delta = choice
-            if any(delta.get(key) for key in ("content", "text", "reasoning", "reasoning_content", "tool_calls")):
-                return True
+    return any(_generated(json.loads(line[6:])) for line in chunk.splitlines() if line.startswith(b"data: {"))
+
+
+#: Where the APIs put what was generated: under the chat's ``delta``, a completion's choice, or a message's ``delta``.
+_TEXTS = (
+    "content", "text", "reasoning", "reasoning_content", "tool_calls", "token_ids", "thinking", "partial_json"
+)  # fmt: skip
+
+
+def _generated(event: dict[str, Any]) -> bool:
+    delta = event.get("delta")
+    if isinstance(delta, str):  # of the responses API
+        return bool(delta)
+    choices = [delta] if isinstance(delta, dict) else event.get("choices") or ()
+    for choice in choices:
+        inner = choice.get("delta")
+        if any((inner if isinstance(inner, dict) else choice).get(key) for key in _TEXTS):
+            return True
     return False

@@ -80,7 +80,16 @@ def arrived(_core: Any, request: Any) -> None:
 def enqueued(scheduler: Any, request: Any) -> None:
     """The scheduler takes the request into its queue."""
     running, waiting = scheduler.get_request_counts()
-    recorder.mark(marks.ENQUEUE, key_of(request.request_id), waiting, running)
+    recorder.mark(marks.ENQUEUE, key_of(request.request_id), waiting, running, compiling(request))
+
+
+def compiling(request: Any) -> bool:
+    """Whether the grammar of a structured output is still being made, in a thread of the engine's.
+
+    Asked of the future itself: the engine's own properties take the result out of it.
+    """
+    done = getattr(getattr(getattr(request, "structured_output_request", None), "_grammar", None), "done", None)
+    return done is not None and not done()
 
 
 def looked_up(_manager: Any, request: Any) -> None:

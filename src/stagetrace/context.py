@@ -44,7 +44,10 @@ class Root:
     #: Where it comes from: ``marks.HTTP``, ``OFFLINE`` or ``DIRECT``.
     kind: int = marks.HTTP
     caller: Caller | None = None
+    #: What stands before the number that the front end gives each of a call's engine requests in their ids.
+    numbered: str = ""
     received_bytes: int = 0
+    handled: bool = False
     text_sent: bool = False
     streams: bool = False
     #: Sequence numbers handed to the engine so far.

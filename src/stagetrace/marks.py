@@ -28,8 +28,9 @@ HANDLER = 2  # request handler entered: a = body bytes, b = stream, c = n, d = m
 RENDER = 3  # template rendering entered: a = messages
 TOKENIZE = 4  # tokenisation entered: a = characters
 TOKENIZE_RUN = 5  # a tokenizer thread took it up
-TOKENIZED = 6  # tokenisation left: a = prompt tokens
-ADD = 7  # handed to the engine: a = sequence number, b = prompt tokens, c = max tokens, d = index
+TOKENIZED = 6  # tokenisation left: a = prompt tokens (-1: unknown)
+ADD = 7  # handed to the engine: a = sequence number, b = prompt tokens (-1: unknown), d = index,
+#          c = max tokens (0: as many as fit, -1: it is to generate none, but is pooled)
 SAMPLING = 8  # key = sequence: a = temperature * 1e6, b = top_p * 1e6, c = top_k, d = grammar
 OUTPUTS = 9  # key = 0: outputs processed: a = entered, b = left, c = engine's time stamp, d = rows
 STOPPED = 10  # key = sequence: the front end saw a stop string
@@ -41,7 +42,7 @@ DISCONNECT = 15  # the client went away
 END = 16  # the call returned: a = 1 when it raised
 # Engine core, keyed by sequence unless said otherwise.
 ARRIVE = 32  # request decoded
-ENQUEUE = 33  # handed to the scheduler: a = waiting, b = running
+ENQUEUE = 33  # handed to the scheduler: a = waiting, b = running, c = 1 while its grammar is being compiled
 LOOKUP = 34  # prefix cache look-up entered
 BLOCKS = 35  # blocks assigned: a = blocks held
 STEP = 36  # key = step: a = schedule entered, b = batch | tokens << 32, c = running | waiting << 32, d = KV usage ppm;
@@ -66,7 +67,10 @@ TRACEPARENT, TRACESTATE, CLIENT_ID, ROUTE, MODEL, EXTERNAL_ID, INTERNAL_ID, ENGI
 
 #: Where a root comes from: an HTTP call, an offline call, or code that holds the engine itself.
 HTTP, OFFLINE, DIRECT = range(3)
-OPERATIONS = {1: "chat", 2: "text_completion", 3: "generate_content", 4: "embeddings"}
+OPERATIONS = {
+    1: "chat", 2: "text_completion", 3: "generate_content", 4: "embeddings",
+    5: "pooling", 6: "classify", 7: "score", 8: "rerank",
+}  # fmt: skip
 FINISH = {1: "stop", 2: "length", 3: "abort", 4: "error", 5: "repetition", 0: "unknown"}
 
 

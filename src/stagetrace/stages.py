@@ -131,7 +131,7 @@ STAGES: tuple[Stage, ...] = (
         "all",
         "end of 10",
         "the engine frees the request",
-        ("tokens", "steps", "itl_ms", "batch", "split_ms", "emit_lag_ms", "overlapped_ms"),
+        ("tokens", "steps", "itl_ms", "batch", "split_ms", "stalled_by", "worst_steps", "emit_lag_ms", "overlapped_ms"),
         "output length, batch, position",
     ),
     Stage(

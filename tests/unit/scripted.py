@@ -26,7 +26,7 @@ STOP, LENGTH, ABORT = 1, 2, 3
 
 @dataclass
 class Ask:
-    """One call of a client. Times in ns; ``kind`` is chat, completion, offline or direct."""
+    """One call of a client. Times in ns; ``kind`` is chat, completion, embedding, offline or direct."""
 
     at: int = 0
     prompt: int = 20
@@ -38,6 +38,10 @@ class Ask:
     identifier: str = ""
     #: Look-ups that find no blocks before one does.
     blocked: int = 0
+    #: Times its turn comes before its grammar is compiled.
+    compiling: int = 0
+    #: Answered this long after it was handed over, and worked for in the background.
+    background: int | None = None
     #: Evict when this many tokens are generated (0: while in prefill), and keep out for ``out`` steps.
     evict: tuple[int, ...] = ()
     out: int = 2
@@ -224,7 +228,7 @@ class Script:
 
     def _front_end(self, ask: Ask, index: int) -> None:
         number = 0x1000 + index
-        operation = {"chat": 1, "completion": 2}.get(ask.kind, 3)
+        operation = {"chat": 1, "completion": 2, "embedding": 4}.get(ask.kind, 3)
         origin = {"offline": marks.OFFLINE, "direct": marks.DIRECT}.get(ask.kind, marks.HTTP)
         root = Root(ask, number, ask.at)
         self.roots.append(root)
@@ -262,12 +266,15 @@ class Script:
         ask = root.ask
         for index in range(ask.n):
             internal = f"{index}_{ask.identifier or root.number}"
-            seq = Seq(ask, root.number, key_of(internal), internal, t + index * 20 * US)
+            seq = Seq(ask, root.number, key_of(internal), internal, t + index * 20 * US, hold=ask.compiling)
             root.seqs.append(seq)
-            self._mark(MAIN, seq.added, marks.ADD, root.number, signed(seq.number), ask.prompt, ask.output, index)
+            limit = -1 if ask.kind == "embedding" else ask.output
+            self._mark(MAIN, seq.added, marks.ADD, root.number, signed(seq.number), ask.prompt, limit, index)
             self._text(MAIN, seq.added, marks.INTERNAL_ID, seq.number, internal)
             self._text(MAIN, seq.added, marks.EXTERNAL_ID, root.number, f"cmpl-{root.number}")
-            self._mark(MAIN, seq.added, marks.SAMPLING, seq.number, 700_000, 1_000_000, 0, 0)
+            if limit >= 0:
+                grammar = int(ask.compiling > 0)
+                self._mark(MAIN, seq.added, marks.SAMPLING, seq.number, 700_000, 1_000_000, 0, grammar)
             self._mark(INPUT, seq.added + 100 * US, marks.ARRIVE, seq.number)
             if marks.HANDLER in seen:
                 seq.truth["http_receive"] = (root.started, seen[marks.HANDLER] - root.started)
@@ -275,6 +282,9 @@ class Script:
                 seq.truth["chat_template"] = (seen[marks.RENDER], seen[marks.TOKENIZE] - seen[marks.RENDER])
             if marks.TOKENIZE in seen:
                 seq.truth["tokenize"] = (seen[marks.TOKENIZE], seen[marks.TOKENIZED] - seen[marks.TOKENIZE])
+
+        if ask.background is not None:
+            self._answer(root, t + ask.background, 200)
 
     def _answer(self, root: Root, t: int, status: int) -> None:
         self._mark(MAIN, t, marks.STATUS, root.number, status)
@@ -298,7 +308,7 @@ class Script:
     def _disconnect(self, root: Root, t: int) -> None:
         """The client goes away, or the caller cancels."""
         root.gone = True
-        if root.ask.kind in ("chat", "completion"):
+        if root.ask.kind not in ("offline", "direct"):
             self._mark(MAIN, t, marks.DISCONNECT, root.number)
         for seq in root.seqs:
             self._mark(MAIN, t + 5 * US, marks.ABORTED, seq.number)
@@ -350,7 +360,7 @@ class Script:
             if seq.state == "away" and seq.added + 200 * US <= t:
                 waiting = sum(s.state == "waiting" for _, s in self._sequences())
                 running = sum(s.state == "running" for _, s in self._sequences())
-                self._mark(ENGINE, t, marks.ENQUEUE, seq.number, waiting, running)
+                self._mark(ENGINE, t, marks.ENQUEUE, seq.number, waiting, running, int(seq.ask.compiling > 0))
                 seq.state = "waiting"
             heard = root.gone and root.ask.abort_at is not None and root.ask.abort_at + 100 * US <= t
             if seq.state != "away" and (heard or self._stop_heard(seq)):
@@ -491,6 +501,10 @@ class Script:
                 continue
             if "prefill" not in seq.truth and not seq.generated:
                 self._first_token(seq, step)
+            if seq.ask.kind == "embedding":
+                got.append((seq, 0))
+                self._free(seq, t + 40 * US, STOP)
+                continue
             drafted = seq.generated > 0 and computed == seq.ask.prompt + seq.generated - 1 and tokens > 1
             new = self._draw(tokens) if drafted else 1
             if drafted:
@@ -520,6 +534,8 @@ class Script:
         seq.truth["prefill"] = (chunks[0].forward[0], computing - inside)
         if self.embedding == "watched":
             seq.truth["embedding"] = (chunks[0].embedding[0], inside)
+        if seq.ask.kind == "embedding":
+            return
         seq.truth["lm_head"] = (step.lm_head[0], step.lm_head[1] - step.lm_head[0])
         seq.truth["sample"] = (step.sample[0], step.sample[1] - step.sample[0])
 
@@ -543,7 +559,7 @@ class Script:
     def _emit(self, root: Root, seq: Seq, new: int, step: Step, left: int) -> None:
         ask, streams = root.ask, root.ask.stream and root.ask.kind in ("chat", "completion")
         sent = max(left + 100 * US + ask.slower * seq.delivered, *root.sends, 0) if streams else left
-        if self._departs(root, sent):
+        if self._departs(root, sent) or not new:
             return
         seq.delivered += new
         if ask.stop_at is not None and seq.delivered >= ask.stop_at:
@@ -585,7 +601,9 @@ class Script:
         for seq in root.seqs:
             done = min(x for x in (seq.stopped, seq.freed) if x is not None)
             first = seq.first_text
-            if first is None:  # a stream without any text in it
+            if first is None:  # a stream without any text in it, or nothing was to be generated
+                if root.ask.kind == "embedding":
+                    seq.truth["teardown"] = (done, last - done)
                 continue
             if seq.delivered > 1:
                 seq.truth["decode"] = (first, max(done, first) - first)

@@ -324,3 +324,12 @@ def test_dead_processes_are_told_by_their_id() -> None:
     script = Script().run(Ask())
     script.dead.add(API)
     assert script.records()[0].status == "ok", "it had returned before"
+
+
+def test_what_was_done_until_it_was_given_up() -> None:
+    script = Script().run(Ask(output=90, abort_at=80 * MS))
+    record = script.records()[0]
+    check_all([record])
+    decode = record.stage("decode")
+    assert decode.attributes["interrupted"] and decode.attributes["steps"] > 10
+    assert decode.attributes["split_ms"]["forward"] > 0.5 * (decode.duration_ms or 0)

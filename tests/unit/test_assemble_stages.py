@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from stagetrace import marks
+from stagetrace.marks import Mark
 from stagetrace.model import RequestRecord
 from stagetrace.stages import STAGES
 from tests.invariants import check_all
-from tests.unit.scripted import MS, US, Ask, Script, Seq, kinds
+from tests.unit.scripted import MAIN, MS, US, Ask, Script, Seq, kinds
 
 #: What a stage reads that the script has no truth for: a call that has none, a single token.
 ABSENT = {"not_applicable", "fused"}
@@ -40,6 +41,8 @@ SCENARIOS: dict[str, tuple[dict[str, Any], list[Ask]]] = {
     "passed over": ({}, [Ask(skip=(1, 3), output=7), Ask(output=9)]),
     "text comes late": ({}, [Ask(silent=3, output=8)]),
     "slow client": ({}, [Ask(slower=200 * US, output=12)]),
+    "embeddings": ({"budget": 16}, [Ask(kind="embedding", prompt=50, n=2, stream=False), Ask(output=9)]),
+    "grammar": ({}, [Ask(compiling=3, output=4), Ask(at=3 * MS, compiling=2), Ask(output=12)]),
     "embedding in a graph": ({"embedding": "fused"}, [Ask(), Ask(kind="completion")]),
 }  # fmt: skip
 
@@ -70,7 +73,7 @@ def test_every_stage_is_where_it_was(name: str, shuffle: int | None) -> None:
         assert record.output_tokens == seq.delivered
         assert record.prompt_tokens == seq.ask.prompt
         assert record.cached_tokens == min(seq.ask.cached, seq.ask.prompt - 1)
-        assert record.finish_reason == ("stop" if seq.stopped else "length")
+        assert record.finish_reason == ("stop" if seq.stopped or seq.ask.kind == "embedding" else "length")
         assert record.preemptions == len(seq.evictions)
         assert record.e2e_ms == pytest.approx(((root.sends or [root.ended])[-1] - root.started) / 1e6)  # type: ignore[operator]
         compare(record, seq, root.started)
@@ -136,6 +139,12 @@ def test_a_shared_forward_costs_its_share() -> None:
         ({"slots": 1}, [Ask(output=9), Ask(at=MS)], "no_slot"),
         ({"budget": 16}, [Ask(prompt=64), Ask(at=MS)], "token_budget"),
         ({}, [Ask(output=20), Ask(at=4 * MS, blocked=3)], "no_blocks"),
+        ({}, [Ask(compiling=20)], "grammar"),
+        ({}, [Ask(output=20), Ask(at=4 * MS, compiling=3)], "grammar"),
+        # Who stands behind somebody that has no room waits for the same.
+        ({}, [Ask(output=20), Ask(at=4 * MS, blocked=4), Ask(at=4 * MS, compiling=2)], "no_blocks"),
+        # For a slot until the first one is done, then for blocks: what it was for longest counts.
+        ({"slots": 1}, [Ask(output=12), Ask(at=MS, blocked=1)], "no_slot"),
     ],
 )
 def test_why_a_request_waited(options: dict[str, Any], asks: list[Ask], reason: str) -> None:
@@ -160,6 +169,53 @@ def test_ids_instead_of_text_are_not_tokenised() -> None:
     assert (stage.state, stage.attributes) == ("not_applicable", {"prompt_tokens": 20})
 
 
+def test_ids_out_of_the_template_are_no_stage_of_their_own() -> None:
+    script = Script().run(Ask())
+    script.change(marks.TOKENIZE, lambda mark: mark._replace(a=0))
+    record = script.records()[0]
+    check_all([record], complete=True)
+    assert (record.stage("tokenize").state, record.prompt_tokens) == ("fused", 20)
+    assert record.stage("chat_template").attributes == {"messages": 2, "characters": None}
+
+
+def test_embeddings_as_a_prompt_of_unknown_length_are_not_none() -> None:
+    script = Script().run(Ask(kind="completion"))
+    script.change(marks.ADD, lambda mark: mark._replace(b=-1))
+    script.change(marks.TOKENIZED, lambda mark: mark._replace(a=-1))
+    record = script.records()[0]
+    check_all([record])
+    assert record.prompt_tokens is None and record.stage("tokenize").attributes["prompt_tokens"] is None
+
+
+def test_prompts_tokenised_one_by_one_are_one_stage() -> None:
+    """And what is tokenised once the engine has something, for a later turn, is no part of it."""
+    script = Script().run(Ask(n=2, stream=False))
+    plain = script.records()[0]
+    (first,) = [mark for _, _, mark in script.written if isinstance(mark, Mark) and mark.kind == marks.TOKENIZE]
+    for delay, prompt in ((20 * US, 30), (50 * MS, 99)):
+        for kind, after, value in ((marks.TOKENIZE, 0, 4 * prompt), (marks.TOKENIZED, 550 * US, prompt)):
+            script._mark(MAIN, first.t + delay + after, kind, first.key, value)
+    record = script.records()[0]
+    check_all([record])
+    before, stage = plain.stage("tokenize"), record.stage("tokenize")
+    assert stage.attributes["prompt_tokens"] == 20 + 30
+    assert stage.start_ms == before.start_ms
+    assert stage.duration_ms == pytest.approx(0.57)
+
+
+@pytest.mark.parametrize("shuffle", [None, 1, 2])
+@pytest.mark.parametrize("output", [30, 2000])
+def test_an_answer_in_the_background_lasts_until_the_engine_is_done(output: int, shuffle: int | None) -> None:
+    script = Script().run(Ask(output=output, stream=False, background=MS))
+    (record,) = script.records(shuffle)
+    check_all([record], complete=True)
+    assert (record.status, record.output_tokens, record.ttft_kind) == ("ok", output, "internal")
+    last = max(mark.b for _, _, mark in script.written if isinstance(mark, Mark) and mark.kind == marks.OUTPUTS)
+    assert record.e2e_ms == pytest.approx((last - script.roots[0].started) / 1e6)
+    assert record.stage("http_receive").state == "measured"
+    assert record.coverage is not None and record.coverage > 0.98
+
+
 @pytest.mark.parametrize("drop", [(), (marks.EMBEDDING,)])
 def test_a_gpu_without_events_claims_no_times(drop: tuple[int, ...]) -> None:
     script = Script(device_async=True, depth=2).run(Ask(), Ask(at=2 * MS, kind="completion", prompt=90))
@@ -167,6 +223,8 @@ def test_a_gpu_without_events_claims_no_times(drop: tuple[int, ...]) -> None:
     check_all(records, complete=True)
     for record in records:
         assert [record.stage(k).state for k in ("embedding", "prefill", "lm_head", "sample")] == ["not_observable"] * 4
+        # The time of stages nobody saw is not called the result's way back.
+        assert record.gaps_ms["prefill"] > 3 and "result" not in record.gaps_ms
         assert record.prefill_ms is None and record.status == "ok" and record.ttft_kind == "streamed"
         split = record.stage("decode").attributes["split_ms"]
         assert {split[k] for k in ("forward", "lm_head", "sample", "prepare", "stalled")} == {0.0}

@@ -12,6 +12,7 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 from typer.testing import CliRunner
 
+from stagetrace.assemble.worst import WORST
 from stagetrace.cli import app
 from stagetrace.collect import sinks
 from stagetrace.exporting import Health, Options
@@ -64,8 +65,8 @@ def test_the_number_of_events_and_of_their_attributes(monkeypatch: pytest.Monkey
     monkeypatch.setenv("OTEL_SPAN_EVENT_COUNT_LIMIT", "2")
     monkeypatch.setenv("OTEL_EVENT_ATTRIBUTE_COUNT_LIMIT", "1")
     decode = sent([record])["decode"]
-    assert (len(decode.events), decode.dropped_events_count) == (2, spans.SLOW_TOKENS - 2)
-    assert {(len(event.attributes), event.dropped_attributes_count) for event in decode.events} == {(1, 1)}
+    assert (len(decode.events), decode.dropped_events_count) == (2, WORST - 2)
+    assert {(len(event.attributes), event.dropped_attributes_count) for event in decode.events} == {(1, 5)}
     assert decode.dropped_attributes_count == 0
 
 

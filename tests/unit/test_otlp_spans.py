@@ -11,6 +11,7 @@ import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.resources import Resource
 
+from stagetrace.assemble.worst import WORST
 from stagetrace.model import RequestRecord, RunRecord
 from stagetrace.stages import BY_KEY, STAGES
 from stagetrace.store import StoreWriter, load
@@ -111,19 +112,40 @@ def test_a_caller_that_is_not_trusted_is_linked_to(monkeypatch: pytest.MonkeyPat
     assert {span.trace_state for span in (root, *rest)} == {""}, "the caller's state is of the caller's trace"
 
 
-def test_the_slowest_tokens_are_events_of_the_decode_span() -> None:
+def test_the_slowest_steps_are_events_of_the_decode_span() -> None:
     (record,) = one(Ask(output=20, slower=2 * MS))
     decode = next(span for span in sent([record]) if span.name == "decode")
     gaps = [b - a for a, b in zip(record.token_times_ms, record.token_times_ms[1:], strict=False)]
-    worst = sorted(range(len(gaps)), key=lambda at: -gaps[at])[: spans.SLOW_TOKENS]
+    worst = sorted(range(len(gaps)), key=lambda at: -gaps[at])[:WORST]
     found = {attributes(e)["stagetrace.token.index"]: attributes(e)["stagetrace.token.gap_ms"] for e in decode.events}
-    assert {event.name for event in decode.events} == {"stagetrace.slow_token"}
-    assert len(found) == spans.SLOW_TOKENS
+    assert {event.name for event in decode.events} == {"stagetrace.slow_step"}
+    assert len(found) == WORST
     assert sorted(found.values()) == pytest.approx(sorted(gaps[at] for at in worst))
     for event in decode.events:
         index = attributes(event)["stagetrace.token.index"]
         assert abs(event.time_unix_nano - record.start_unix_ns - record.token_times_ms[index] * 1e6) <= 500
+        assert (attributes(event)["stagetrace.step.cause"], attributes(event)["stagetrace.step.batch"]) == (
+            "forward",
+            1,
+        )
     assert [e.time_unix_nano for e in decode.events] == sorted(e.time_unix_nano for e in decode.events)
+
+
+def test_a_decode_links_to_whose_prefill_stalled_it() -> None:
+    script = Script(budget=256).run(Ask(output=20), Ask(at=20 * MS, prompt=200, output=1))
+    victim, culprit = script.records()
+    decode = next(span for span in sent([victim]) if span.name == "decode")
+    (link,) = decode.links
+    assert (link.trace_id.hex(), link.span_id.hex()) == (culprit.trace_id, culprit.span_id)
+    said = attributes(link)
+    stalled = victim.stage("decode").attributes["split_ms"]["stalled"]
+    assert said.pop("stagetrace.stalled_by.ms") == pytest.approx(stalled)
+    assert said == {
+        "stagetrace.link": "stalled_by", "stagetrace.stalled_by.tokens": 200,
+        "stagetrace.stalled_by.request_id": culprit.request_id,
+    }  # fmt: skip
+    (event,) = [e for e in decode.events if attributes(e)["stagetrace.step.cause"] == "stalled"]
+    assert attributes(event)["stagetrace.step.stalled_by"] == culprit.request_id
 
 
 def test_a_trace_out_of_a_store_is_the_one_that_was_sent(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from ..marks import Mark, TextMark
 from ..model import RequestRecord, StepRecord
 from .book import Book, Root, Sequence
 from .case import CUT_SHORT, Case, own
+from .identity import name_of
 from .periods import Periods
 from .record import record
 
@@ -51,7 +52,7 @@ class Assembler:
             gone = not self._alive(root.pid) or self._lost(root, now)
             if closing or self._settled(root, now, gone):
                 done += self.records(root, dead=gone or closing)
-                self.book.forget(root)
+                self.book.forget(root, name_of(root))
         return done
 
     def forget(self, now: int) -> None:
@@ -71,6 +72,8 @@ class Assembler:
         return [record(case, anchor, dead, self._alive) for case in cases]
 
     def _settled(self, root: Root, now: int, gone: bool) -> bool:
+        if self._carries_on(root, now):
+            root.direct, root.end = True, None
         if root.direct and root.end is None:
             self._end_direct(root, now)
             gone = gone or (root.end is None and any(self._engine_died(s) for s in root.sequences))
@@ -82,6 +85,25 @@ class Assembler:
                 root.settled = now
             return False
         return now - root.settled > SETTLE_NS
+
+    def _carries_on(self, root: Root, now: int) -> bool:
+        """Whether the call was answered before the engine was done with it: from then on it is nobody's HTTP call.
+
+        Responses in the background are made so. Elsewhere the engine is late only where it is told to stop.
+        """
+        end = root.end
+        if (
+            end is None
+            or end.a
+            or root.offline
+            or root.disconnect is not None
+            or (root.status and root.status.a >= 400)
+        ):
+            return False
+        left = [s for s in root.sequences if s.stopped is None and s.aborted is None and not self._engine_died(s)]
+        if now - end.t > GRACE_NS and any(_in_engine(s) for s in left):
+            return True
+        return any(s.free is not None and s.free.a not in CUT_SHORT and s.free.t > end.t for s in left)
 
     def _engine_died(self, sequence: Sequence) -> bool:
         return sequence.free is None and sequence.engine_pid is not None and not self._alive(sequence.engine_pid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .. import marks
 from ..marks import Mark, TextMark
@@ -29,9 +30,10 @@ class Root:
     texts: dict[int, str] = field(default_factory=dict)
     handler: Mark | None = None
     render: Mark | None = None
-    tokenize: Mark | None = None
+    #: A call with several prompts may have each tokenised by itself, one that goes on by itself several times over.
+    tokenize: list[Mark] = field(default_factory=list)
     tokenize_run: int | None = None
-    tokenized: Mark | None = None
+    tokenized: list[Mark] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     status: Mark | None = None
     first_text: int | None = None
@@ -69,6 +71,16 @@ class Sequence:
     free: Mark | None = None
     stopped: int | None = None
     aborted: int | None = None
+    #: How others name it once its root has been written out.
+    name: Name | None = None
+
+
+class Name(NamedTuple):
+    """Whose sequence it is: the ids of its request and of that request's root span."""
+
+    request_id: str
+    trace_id: str
+    span_id: str
 
 
 class Outputs:
@@ -115,6 +127,11 @@ class Book:
         self.settings: dict[str, str] = {}
         self.hooks: dict[int, dict[str, str]] = {}
         self.fresh_steps: list[int] = []
+        #: By step: who had prompt positions computed there, and how many.
+        self.prefills: dict[int, list[tuple[Sequence, int]]] = {}
+        #: Steps composed while somebody was found to have no room: the look-up was not followed by blocks.
+        self.denied: set[int] = set()
+        self._asked: dict[int, int] = {}
         #: Marks of roots and steps that are not known yet: another ring was read first.
         self._early: dict[int, list[Mark]] = {}
         self._evicted: dict[int, int] = {}
@@ -139,16 +156,19 @@ class Book:
         if handler is not None:
             handler(mark, pid)
 
-    def forget(self, root: Root) -> None:
-        """Drop a root that has been written out, and its sequences."""
+    def forget(self, root: Root, name: Name) -> None:
+        """Drop a root that has been written out, and its sequences; steps may still refer to these, by ``name``."""
         self.roots.pop(root.number, None)
         for sequence in root.sequences:
+            sequence.name = name
             self._drop(sequence)
 
     def forget_before(self, time: int) -> None:
         """Drop steps and batches that no live request can refer to any more, and marks nobody claimed."""
         for number in [n for n, s in self.steps.items() if s.schedule_ns[1] < time]:
             del self.steps[number]
+            self.prefills.pop(number, None)
+            self.denied.discard(number)
         for outputs in self.outputs.values():
             outputs.forget(time)
         for number in [n for n, ms in self._early.items() if ms[0].t < time]:
@@ -208,7 +228,9 @@ class Book:
             root.sent.append(mark.t)
             if mark.a > END_MARKER:
                 root.bodies.append(mark.t)
-        else:
+        elif value is list:
+            getattr(root, name).append(mark)
+        elif name not in ("render", "tokenize_run") or getattr(root, name) is None:  # the first of these counts
             setattr(root, name, mark if value is Mark else mark.t)
 
     def _add(self, mark: Mark, _pid: int) -> None:
@@ -243,15 +265,18 @@ class Book:
             sequence.joins.append((mark.a, mark.b, mark.c, mark.d & 0xFFFFFFFF))
             if mark.d >> 32 and mark.a in self.steps:
                 self.steps[mark.a].prefill_tokens += mark.b
+                self.prefills.setdefault(mark.a, []).append((sequence, mark.b))
         elif kind == marks.LEAVE:
             sequence.leaves.append(mark.a)
         elif kind == marks.TOKENS:
             sequence.tokens[mark.a] = mark.b
         elif kind == marks.LOOKUP:
+            self._asked[pid] = mark.t
             # Only those of the first admission bound stage 4; there are many when a request is stuck.
             if sequence.blocks is None and not sequence.joins:
                 sequence.lookups.append(mark.t)
         elif kind == marks.BLOCKS:
+            self._asked.pop(pid, None)
             if sequence.blocks is None and sequence.lookups and not sequence.joins:
                 sequence.blocks = mark.t
         elif kind == marks.PREEMPT:
@@ -275,6 +300,8 @@ class Book:
             preempted=self._evicted.pop(pid, 0),
         )
         self.steps[mark.key] = step
+        if self._asked.pop(pid, -1) >= mark.a:
+            self.denied.add(mark.key)
         self.last_step[step.engine] = mark.key
         for early in self._early.pop(mark.key, ()):
             self._on_step(early, pid)
@@ -300,9 +327,9 @@ class Book:
 _ROOT_FIELDS: dict[int, tuple[str, type]] = {
     marks.HANDLER: ("handler", Mark),
     marks.RENDER: ("render", Mark),
-    marks.TOKENIZE: ("tokenize", Mark),
+    marks.TOKENIZE: ("tokenize", list),
     marks.TOKENIZE_RUN: ("tokenize_run", int),
-    marks.TOKENIZED: ("tokenized", Mark),
+    marks.TOKENIZED: ("tokenized", list),
     marks.STATUS: ("status", Mark),
     marks.FIRST_TEXT: ("first_text", int),
     marks.SENT: ("sent", int),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from .. import marks
 from ..model import StepRecord
 from .book import Book, Root, Sequence
-from .life import Turn, first_token, prefill, turns
+from .life import Turn, first_token, prefill, turns, whole_prompt
 from .periods import Periods
 
 #: Finish codes of a request that did not come to its own end.
@@ -43,12 +43,22 @@ class Case:
         if sequence is not None:
             case.index = next((i for i, s in enumerate(root.sequences) if s is sequence), 0)
             case.sequence = sequence = own(sequence)
-            case.prompt = sequence.added.b if sequence.added else 0
+            case.prompt = max(sequence.added.b, 0) if sequence.added else 0
             window = sequence.added.t if sequence.added else 0, float("inf") if case.cut is None else case.cut
             case.turns = turns(book, sequence, window, case._delivered)
             case.chunks = prefill(case.turns, case.prompt, sequence)
-            case.first = first_token(case.turns, case.prompt)
+            case.first = whole_prompt(case.turns, case.prompt) if case.pools else first_token(case.turns, case.prompt)
         return case
+
+    @property
+    def pools(self) -> bool:
+        """Whether it is to generate nothing: an embedding, a score, and the like are made of the prompt alone."""
+        added = self.sequence.added if self.sequence else None
+        return added is not None and added.c < 0
+
+    def same(self, sequence: Sequence) -> bool:
+        """Whether ``sequence`` is the one this is about."""
+        return self.sequence is not None and self.sequence.number == sequence.number
 
     def setting(self, name: str) -> int | None:
         """An engine setting as a number."""
@@ -99,12 +109,18 @@ class Case:
         return self.end if root.end is not None and (root.disconnect is not None or self.failed) else None
 
     @property
+    def dropped(self) -> int | None:
+        """When the engine let go of a call that was given up, or else the call ended; None for any other call."""
+        free = self.sequence.free if self.sequence else None
+        return self.cut if self.cut is None or free is None else min(self.cut, free.t)
+
+    @property
     def end(self) -> int | None:
         """When the client had everything, or the call was given up; None while it runs, or if nobody saw it end."""
         root = self.root
         if root.end is None:
             return None
-        if root.disconnect is not None or root.end.a or not root.sent:
+        if root.direct or root.disconnect is not None or root.end.a or not root.sent:
             return root.end.t
         return root.sent[-1]
 

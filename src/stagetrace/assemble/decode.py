@@ -3,29 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..model import StepRecord
-from .book import Span
+from .book import Name, Span
 from .case import Case
+from .identity import name_in
 from .periods import LABELS
 
 #: The parts of `split_ms`; they add up to the stage.
 PARTS = (*LABELS, "stalled", "preempted", "other")
+#: So many of those whose prefill it waited for are named.
+CULPRITS = 5
 
 
-def split(case: Case, window: Span) -> tuple[dict[str, float], float]:
-    """The parts of ``window``, and the engine's own work under cover of a forward, which is no part; all in ms.
+@dataclass
+class Split:
+    """A window of time by its parts, ns, and who had ``stalled`` it: (ns, tokens) by name.
 
-    It goes by the periods of the steps after the first token's. Where the sequence was in the step, each label has
-    its time. The whole period is ``preempted`` from an eviction to the end of the recomputation, and ``stalled``
-    where the step passed it over.
+    ``overlapped`` is the engine's own work under cover of a forward, and no part.
     """
-    total = dict.fromkeys(PARTS, 0)
-    overlapped = 0
+
+    parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    overlapped: int = 0
+    blame: dict[Name, tuple[int, int]] = field(default_factory=dict)
+
+    def ms(self) -> dict[str, float]:
+        """The parts in ms."""
+        return {label: spent / 1e6 for label, spent in self.parts.items()}
+
+    def culprits(self) -> list[dict[str, Any]]:
+        """Whose prefill it waited for, the longest first, and how many tokens of theirs were computed meanwhile."""
+        worst = sorted(self.blame.items(), key=lambda item: -item[1][0])[:CULPRITS]
+        return [{**name._asdict(), "tokens": tokens, "ms": spent / 1e6} for name, (spent, tokens) in worst]
+
+
+def split(case: Case, window: Span, first: int | None = None) -> Split:
+    """The parts of ``window``, from step ``first`` on (from the one after the first token's unless given).
+
+    It goes by the periods of the steps. Where the sequence was in the step, each label has its time. The whole period
+    is ``preempted`` from an eviction to the end of the recomputation, and ``stalled`` where the step passed it over.
+    """
+    total = Split()
     turns = {turn.step.step: turn for turn in case.turns}
-    for step in _steps(case, window):
+    for step in _steps(case, window, first):
         parts = case.periods.split(step, window)
-        overlapped += parts.get("overlapped", 0)
+        total.overlapped += parts.get("overlapped", 0)
         turn = turns.get(step.step)
         whole = None
         if turn is None:
@@ -33,17 +57,30 @@ def split(case: Case, window: Span) -> tuple[dict[str, float], float]:
         elif turn.redo:
             whole = "preempted"
         for label in PARTS:
-            total[whole or label] += parts.get(label, 0)
-    total["other"] += window[1] - window[0] - sum(total.values())
-    return {label: spent / 1e6 for label, spent in total.items()}, overlapped / 1e6
+            total.parts[whole or label] += parts.get(label, 0)
+        if whole != "preempted":
+            _blame(case, step, total, sum(parts.get(label, 0) for label in (PARTS if whole else ("stalled",))))
+    total.parts["other"] += window[1] - window[0] - sum(total.parts.values())
+    return total
 
 
-def _steps(case: Case, window: Span) -> Iterator[StepRecord]:
+def _blame(case: Case, step: StepRecord, total: Split, stalled: int) -> None:
+    """Share what ``step`` stalled among those whose prompts it computed, by their tokens."""
+    others = [(s, tokens) for s, tokens in case.book.prefills.get(step.step, ()) if not case.same(s)] if stalled else []
+    whole = sum(tokens for _, tokens in others)
+    for sequence, tokens in others:
+        name = name_in(case.book, sequence)
+        if name is not None:
+            spent, computed = total.blame.get(name, (0, 0))
+            total.blame[name] = spent + stalled * tokens // whole, computed + tokens
+
+
+def _steps(case: Case, window: Span, first: int | None) -> Iterator[StepRecord]:
     """The steps whose periods may reach into ``window``."""
     if not case.turns:
         return
     start = (case.first or case.turns[0]).step
-    for number in range(start.step + 1, case.book.last_step.get(start.engine, 0) + 1):
+    for number in range(first or start.step + 1, case.book.last_step.get(start.engine, 0) + 1):
         step = case.book.steps.get(number)
         if step is None:
             continue

@@ -139,9 +139,8 @@ def _interrupt(case: Case, active: StageRecord) -> bool:
     start, end = case.began.get(active.key), case.end
     if start is None or end is None or start > end or active.state != "not_reached":
         return False
-    free = case.sequence.free if case.sequence else None
-    if free is not None and start <= free.t < end and active.key != "teardown":
-        end = free.t
+    if case.dropped is not None and start <= case.dropped < end and active.key != "teardown":
+        end = case.dropped
     active.state, active.source = "measured", "host_clock"
     active.start_ms, active.duration_ms = (start - case.root.started) / 1e6, (end - start) / 1e6
     active.attributes["interrupted"] = True

@@ -34,7 +34,7 @@ def turns(
     """
     found: list[Turn] = []
     generated = 0
-    prompt = sequence.added.b if sequence.added else 0
+    prompt = max(sequence.added.b, 0) if sequence.added else 0
     limit = sequence.free.b if sequence.free else None
     until = min(window[1], sequence.free.t) if sequence.free else window[1]
     for step, tokens, computed, blocks in _scheduled(book, sequence):
@@ -85,8 +85,13 @@ def first_token(found: list[Turn], prompt: int) -> Turn | None:
     return first if first is not None and (first.computed < prompt or not prompt) else None
 
 
+def whole_prompt(found: list[Turn], prompt: int) -> Turn | None:
+    """The step that computed the last position of a prompt that nothing is generated from."""
+    return next((turn for turn in found if turn.computed + turn.tokens >= prompt), None)
+
+
 def prefill(found: list[Turn], prompt: int, sequence: Sequence) -> list[Turn]:
-    """The steps that computed prompt positions, up to and including the one that drew the first token.
+    """The steps that computed prompt positions, up to and including the one that drew the first token, if any did.
 
     Nothing when the first of them was lost: the prefix cache is looked up in the very schedule() that admits.
     """

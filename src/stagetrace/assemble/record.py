@@ -7,14 +7,14 @@ from typing import Any
 
 from .. import marks
 from ..model import RequestRecord, StageRecord
-from ..parents import trusted
-from ..propagation import parse
 from ..stats import inter_token, spread
 from .book import Root
 from .case import Case
 from .ending import Alive, error_of, extent_ms, settle, status_of
+from .identity import caller_of, name_of
 from .stopwatch import stages
 from .tokens import deliveries, lag_growth_ms
+from .worst import worst_steps
 
 _GAP_NAMES = {
     "chat_template": "handler", "tokenize": "handler", "admission": "engine_input", "kv_allocate": "lookup",
@@ -33,14 +33,14 @@ def record(case: Case, anchor: tuple[int, int], dead: bool, alive: Alive) -> Req
     status, reason = status_of(case, dead, alive)
     active = settle(case, rows, status)
     tokens = deliveries(case)
-    times = [_ms(root, time) for _, time in tokens]
+    times = [_ms(root, token.arrived) for token in tokens]
     made = RequestRecord(
         **_identity(case),
         status=status,
         finish_reason=reason,
         active_stage=active,
         error_type=error_of(case, status, reason, alive),
-        prompt_tokens=_prompt(case),
+        prompt_tokens=_prompt(case, rows),
         cached_tokens=case.chunks[0].computed if case.chunks else None,
         output_tokens=case.generated,
         start_unix_ns=anchor[1] + root.started - anchor[0],
@@ -61,8 +61,9 @@ def record(case: Case, anchor: tuple[int, int], dead: bool, alive: Alive) -> Req
     made.stage("teardown").attributes["finish_reason"] = reason
     decode = made.stage("decode")
     if decode.state == "measured":
-        lag = lag_growth_ms(tokens) if case.ttft_kind == "streamed" else None
-        decode.attributes |= {"itl_ms": dict(made.itl_ms), "emit_lag_ms": lag}
+        lag = lag_growth_ms([token.lag for token in tokens]) if case.ttft_kind == "streamed" else None
+        worst = worst_steps(case, tokens)
+        decode.attributes |= {"itl_ms": dict(made.itl_ms), "emit_lag_ms": lag, "worst_steps": worst}
     _attribute(made)
     return made
 
@@ -71,14 +72,12 @@ def _identity(case: Case) -> dict[str, Any]:
     """Who asked what of whom."""
     root, sequence = case.root, case.sequence
     return {
-        "request_id": root.texts.get(marks.EXTERNAL_ID, ""),
+        **name_of(root)._asdict(),
+        **caller_of(root),
         "external_id": root.texts.get(marks.CLIENT_ID),
         "internal_id": sequence.internal_id if sequence else None,
-        "trace_id": root.trace_id,
-        "span_id": f"{root.number:016x}",
         "http_status": root.status.a if root.status else None,
-        **_caller(root),
-        "operation": marks.OPERATIONS.get(root.operation, "unknown"),
+        "operation": "pooling" if root.offline and case.pools else marks.OPERATIONS.get(root.operation, "unknown"),
         "model": case.book.settings.get("model"),
         "engine": sequence.joins[0][0] >> 32 if sequence and sequence.joins else None,
         "process": root.pid,
@@ -103,27 +102,35 @@ def _attribute(made: RequestRecord) -> None:
 
 
 def _gaps(rows: list[StageRecord], e2e: float) -> Iterator[tuple[str, float]]:
-    """(name, ms) of the stretches between one stage's end and the next one's start."""
+    """(name, ms) of the stretches between one stage's end and the next one's start.
+
+    One that hides stages which nobody saw is called after the first of them.
+    """
     found: dict[str, float] = {}
-    reached = 0.0
+    reached, last = 0.0, 0
     for row in rows:
         if row.key == "embedding" or row.start_ms is None or row.duration_ms is None:
             continue
-        name = _GAP_NAMES.get(row.key, row.key)
+        hidden = (r.key for r in rows[last : row.number - 1] if r.state == "not_observable" and r.key != "embedding")
+        # Where nothing was sampled, the result of the forward itself is what comes back.
+        usual = "result" if (last, row.key) == (7, "teardown") else _GAP_NAMES.get(row.key, row.key)
+        name = next(hidden, usual)
         found[name] = found.get(name, 0.0) + row.start_ms - reached
-        reached = row.start_ms + row.duration_ms
+        reached, last = row.start_ms + row.duration_ms, row.number
         if row.key == "prefill":
             # Its duration leaves out the embedding, which is stage 6, and the gaps between chunks, which are nobody's.
-            found["between_chunks"] = row.attributes.get("gaps_ms") or 0.0
+            found["preempted"] = row.attributes.get("preempted_ms") or 0.0
+            found["between_chunks"] = (row.attributes.get("gaps_ms") or 0.0) - found["preempted"]
             reached = row.start_ms + extent_ms(row, rows)
     found["end"] = e2e - reached
     yield from ((name, gap) for name, gap in found.items() if abs(gap) > 1e-6)
 
 
-def _prompt(case: Case) -> int | None:
+def _prompt(case: Case, rows: list[StageRecord]) -> int | None:
+    """Positions of the prompt. Of a call that the engine never saw, what its text came to."""
     if case.sequence is not None and case.sequence.added is not None:
-        return case.sequence.added.b
-    return case.root.tokenized.a if case.root.tokenized else None
+        return case.sequence.added.b if case.sequence.added.b >= 0 else None
+    return rows[2].attributes.get("prompt_tokens")
 
 
 def _prefill_ms(rows: list[StageRecord]) -> float | None:
@@ -132,15 +139,3 @@ def _prefill_ms(rows: list[StageRecord]) -> float | None:
     if prefill.duration_ms is None or prefill.attributes.get("interrupted"):
         return None
     return extent_ms(prefill, rows)
-
-
-def _caller(root: Root) -> dict[str, Any]:
-    """What the caller's span is to the root, if its traceparent is sound: the parent, or no more than a link."""
-    span = parse(root.texts.get(marks.TRACEPARENT, ""))
-    if span is None:
-        return {}
-    state = root.texts.get(marks.TRACESTATE) or None
-    if not trusted():
-        return {"link_trace_id": span.trace_id, "link_span_id": span.span_id, "tracestate": state}
-    known = {"trace_id": span.trace_id, "parent_span_id": span.span_id, "caller_sampled": span.sampled}
-    return {**known, "tracestate": state}

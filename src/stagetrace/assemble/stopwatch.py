@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from .. import marks
 from ..model import StageRecord
 from ..stages import BY_KEY
-from .book import Sequence, Span
+from .book import Span
 from .case import Case
 from .decode import split
+from .waiting import reason
 
 
 def stages(case: Case) -> list[StageRecord]:
@@ -57,23 +59,46 @@ def _http(case: Case) -> StageRecord:
 
 def _template(case: Case) -> StageRecord:
     root = case.root
-    if root.operation == 2 or (root.render is None and root.offline):
-        return _other("chat_template", "not_applicable")
     if root.render is None:
-        return _record(case, "chat_template", None, None)
-    end = root.tokenize
-    facts = {"messages": root.render.a, "characters": end.a if end else None}
-    return _record(case, "chat_template", root.render.t, end.t if end else None, **facts)
+        # A chat always has one, prompts to generate from never, others do if they come as messages.
+        none = root.offline or root.operation in (2, 3) or (root.operation != 1 and bool(root.tokenize))
+        return _other("chat_template", "not_applicable") if none else _record(case, "chat_template", None, None)
+    text = _tokenization(case)
+    facts = {"messages": root.render.a, "characters": (text.characters or None) if text else None}
+    return _record(case, "chat_template", root.render.t, text.start if text else None, **facts)
 
 
 def _tokenize(case: Case) -> StageRecord:
+    text = _tokenization(case)
+    if text is None:
+        return _record(case, "tokenize", None, None)
+    if not text.characters and text.end is not None:  # ids came with the request, or out of the template at once
+        state = "fused" if case.root.render is not None else "not_applicable"
+        return _other("tokenize", state, prompt_tokens=text.tokens)
+    run = case.root.tokenize_run
+    wait = (run - text.start) / 1e6 if run is not None else None
+    return _record(case, "tokenize", text.start, text.end, prompt_tokens=text.tokens, pool_wait_ms=wait)
+
+
+class _Text(NamedTuple):
+    """What was tokenised before the engine got anything: from the first text taken up to the last one done."""
+
+    start: int
+    end: int | None
+    characters: int
+    tokens: int | None
+
+
+def _tokenization(case: Case) -> _Text | None:
     root = case.root
-    start, end = root.tokenize, root.tokenized
-    if start is not None and start.a == 0 and end is not None:
-        return _other("tokenize", "not_applicable", prompt_tokens=end.a)
-    wait = (root.tokenize_run - start.t) / 1e6 if start and root.tokenize_run else None
-    facts = {"prompt_tokens": end.a if end else None, "pool_wait_ms": wait}
-    return _record(case, "tokenize", start.t if start else None, end.t if end else None, **facts)
+    until = min((s.added.t for s in root.sequences if s.added is not None), default=None)
+    begun, done = ([m for m in found if until is None or m.t <= until] for found in (root.tokenize, root.tokenized))
+    if not begun:
+        return None
+    whole = len(done) >= len(begun)
+    tokens = sum(m.a for m in done) if whole and all(m.a >= 0 for m in done) else None
+    end = max(m.t for m in done) if whole else None
+    return _Text(min(m.t for m in begun), end, sum(m.a for m in begun), tokens)
 
 
 def _admission(case: Case) -> StageRecord:
@@ -87,30 +112,8 @@ def _admission(case: Case) -> StageRecord:
         facts["queue_depth"] = s.enqueued.a
         if end is not None:
             facts["wait_ms"] = (end - s.enqueued.t) / 1e6
-            facts["reason"] = _reason(case, s, s.enqueued.t)
+            facts["reason"] = reason(case, s, end)
     return _record(case, "admission", s.added.t, end, **facts, requeues=len(s.preempted))
-
-
-def _reason(case: Case, sequence: Sequence, start: int) -> str | None:
-    """What a waiting request waited for, from the steps that were composed without it."""
-    if len(sequence.lookups) > 1:
-        return "no_blocks"
-    if not sequence.joins:
-        return None
-    slots, budget = case.setting("max_num_seqs"), case.setting("max_num_batched_tokens")
-    passed = []
-    number = min(sequence.joins)[0] - 1
-    while (step := case.book.steps.get(number)) is not None and step.schedule_ns[0] > start:
-        passed.append(step)
-        number -= 1
-    if not passed:
-        # An engine takes new requests in between two steps: the one that ran when it came is waited for.
-        came = sequence.added.t if sequence.added else start
-        running = step is not None and (step.update_ns is None or step.update_ns[1] > came)
-        return "step_in_progress" if running else "none"
-    if slots and any(step.running >= slots for step in passed):
-        return "no_slot"
-    return "token_budget" if budget and any(step.tokens >= budget for step in passed) else "other"
 
 
 def _allocate(case: Case) -> StageRecord:
@@ -170,10 +173,26 @@ def _prefill(case: Case) -> StageRecord:
         "gaps_ms": (known[-1][1] - known[0][0] - computing) / 1e6, "cost_share_ms": share / 1e6,
         "cache_bytes_written": tokens * block_bytes // block if block_bytes and block else None,
     }  # fmt: skip
+    out = _evicted(case, known)
+    if out:
+        facts["preempted_ms"] = out / 1e6
     return _measured(case, "prefill", known[0][0], computing - embedding, **facts)
 
 
+def _evicted(case: Case, known: list[Span]) -> int:
+    """Of the gaps between the chunks: from an eviction to the next chunk, ns."""
+    out = 0
+    composed = [turn.step.schedule_ns[1] for turn in case.chunks]
+    for (before, after), (last, then) in zip(pairwise(known), pairwise(composed), strict=True):
+        # Under asynchronous scheduling, that comes while the last chunk is still being computed.
+        times = [t for t in (case.sequence.preempted if case.sequence else ()) if last <= t < then]
+        out += after[0] - max(times[-1], before[1]) if times else 0
+    return out
+
+
 def _scope(case: Case, key: str, span: Span | None, **facts: Any) -> StageRecord:
+    if case.pools:
+        return _other(key, "not_applicable")
     if case.first is None or span is None or case.first.step.device_async:
         return _record(case, key, None, None)
     return _measured(case, key, span[0], span[1] - span[0], **facts)
@@ -193,6 +212,8 @@ def _sample(case: Case) -> StageRecord:
 
 
 def _detokenize(case: Case) -> StageRecord:
+    if case.pools:
+        return _other("detokenize", "not_applicable")
     first = case.first
     batch = case.processed(first.step) if first else None
     end = _emitted(case, batch)
@@ -223,23 +244,27 @@ def _emitted(case: Case, batch: Span | None) -> int | None:
 
 def _decode(case: Case) -> StageRecord:
     start, end = case.first_text, case.completed
-    if end is None:
-        return _record(case, "decode", start, None)
-    case.decoded = end if start is None else max(start, end)
-    generated = case.generated
-    if generated is not None and generated <= 1:
-        return _other("decode", "not_applicable", tokens=0)
-    if start is None:
-        return _record(case, "decode", None, None)
-    after = [turn.step for turn in case.turns if case.first and turn.step.step > case.first.step.step]
-    after = [step for step in after if step.update_ns and step.update_ns[0] <= end]
-    parts, overlapped = split(case, (start, case.decoded))
-    facts = {
-        "tokens": generated - 1 if generated else None, "steps": len(after) or None,
-        "batch": round(sum(step.batch_size for step in after) / len(after), 2) if after else None,
-        "split_ms": parts, "overlapped_ms": overlapped if after else None,
-    }  # fmt: skip
+    if end is not None:
+        case.decoded = end if start is None else max(start, end)
+        generated = case.generated
+        if generated is not None and generated <= 1:
+            return _other("decode", "not_applicable", tokens=0)
+    until = case.decoded or case.dropped
+    facts = _spent(case, (start, until)) if start is not None and until is not None and start <= until else {}
     return _record(case, "decode", start, case.decoded, **facts)
+
+
+def _spent(case: Case, window: Span) -> dict[str, Any]:
+    """What the engine did in the time of stage 11, which may have been cut short."""
+    after = [turn.step for turn in case.turns if case.first and turn.step.step > case.first.step.step]
+    after = [step for step in after if step.update_ns and step.update_ns[0] <= window[1]]
+    parts = split(case, window)
+    return {
+        "tokens": case.generated - 1 if case.generated else None, "steps": len(after) or None,
+        "batch": round(sum(step.batch_size for step in after) / len(after), 2) if after else None,
+        "split_ms": parts.ms(), "overlapped_ms": parts.overlapped / 1e6 if after else None,
+        "stalled_by": parts.culprits(),
+    }  # fmt: skip
 
 
 def _teardown(case: Case) -> StageRecord:

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from statistics import fmean
+from typing import NamedTuple
 
 from ..marks import OPERATIONS
 from .case import Case
+from .life import Turn
 
-Delivery = tuple[int, int]
+
+class Delivery(NamedTuple):
+    """A generated token: booked by the engine and arrived at its client, monotonic ns, and the step it is of."""
+
+    booked: int
+    arrived: int
+    turn: Turn
+
+    @property
+    def lag(self) -> int:
+        """From the engine to the client, ns."""
+        return self.arrived - self.booked
 
 
 def deliveries(case: Case) -> list[Delivery]:
-    """(update, arrival) of each generated token, monotonic ns.
+    """Each generated token, in order.
 
     It arrives when it is sent, where it was streamed; else, or if it never was sent, when the engine has booked it.
     """
@@ -21,9 +34,9 @@ def deliveries(case: Case) -> list[Delivery]:
     arrivals = updates
     if case.ttft_kind == "streamed":
         processed = [case.processed(turn.step) or turn.step.update_ns or (0, 0) for turn in made]
-        arrivals = sent([span[1] for span in processed], _chunks(case))
+        arrivals = sent([span[1] for span in processed], _chunks(case), case.first_text or 0)
     return [
-        (update, arrival)
+        Delivery(update, arrival, turn)
         for turn, update, arrival in zip(made, updates, arrivals, strict=True)
         for _ in range(turn.generated)
     ]
@@ -40,24 +53,23 @@ def _chunks(case: Case) -> list[int]:
     return chunks
 
 
-def sent(processed: list[int], chunks: list[int]) -> list[int]:
+def sent(processed: list[int], chunks: list[int], first: int = 0) -> list[int]:
     """When the outputs that the front end had ``processed`` at these times were sent.
 
     In a chunk each, if there are as many chunks, or one more with the usage. Otherwise some went out together, for
-    which there is no mark: each with the first chunk after it was processed.
+    which there is no mark: each with the first chunk after it was processed, and none before the ``first`` text.
     """
     if 0 <= len(chunks) - len(processed) <= 1 and all(c >= p for p, c in zip(processed, chunks, strict=False)):
         return chunks[: len(processed)]
-    at = [bisect_left(chunks, time) for time in processed]
+    at = [bisect_left(chunks, max(time, first)) for time in processed]
     last = chunks[-1] if chunks else 0
     return [
         chunks[index] if index < len(chunks) else max(time, last) for index, time in zip(at, processed, strict=True)
     ]
 
 
-def lag_growth_ms(tokens: list[Delivery]) -> float | None:
-    """How much further behind the engine the stream was at its end than at its start."""
-    lags = [arrival - update for update, arrival in tokens]
+def lag_growth_ms(lags: list[int]) -> float | None:
+    """How much further behind the engine the stream was at its end than at its start; ``lags`` in ns, by token."""
     if len(lags) < 4:
         return None
     edge = max(len(lags) // 8, 1)

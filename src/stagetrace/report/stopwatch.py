@@ -131,11 +131,12 @@ def _wrapped(text: Text, width: int, column: int) -> Iterator[Text]:
 def facts(row: StageRecord) -> list[str]:
     """A stage's facts in a line, and each breakdown of its time in another; what is unknown is left out."""
     known = [(key, row.attributes[key]) for key in BY_KEY[row.key].facts if row.attributes.get(key) is not None]
-    plain = " ".join(_fact(key, value) for key, value in known if not isinstance(value, dict))
+    plain = " ".join(_fact(key, value) for key, value in known if not isinstance(value, dict | list))
     if row.attributes.get("interrupted"):
         plain = f"interrupted {plain}".rstrip()
     broken = [_breakdown(key, value) for key, value in known if isinstance(value, dict)]
-    return [part for part in (plain, *broken) if part]
+    listed = [_LISTED[key](value) for key, value in known if value and isinstance(value, list)]
+    return [part for part in (plain, *broken, *listed) if part]
 
 
 def _fact(key: str, value: Any) -> str:
@@ -148,6 +149,20 @@ def _breakdown(key: str, value: dict[str, float | None]) -> str:
     if "p50" not in value:
         kept.sort(key=lambda item: -item[1])
     return f"{key}: " + " ".join(f"{k}={v:,.2f}" for k, v in kept) if kept else ""
+
+
+def _culprits(value: list[dict[str, Any]]) -> str:
+    return "stalled_by_ms: " + " ".join(f"{c['request_id']}={c['ms']:,.2f} ({c['tokens']:,} tokens)" for c in value)
+
+
+def _worst(value: list[dict[str, Any]]) -> str:
+    """The longest waits first, each behind the index of the token that was waited for."""
+    steps = sorted(value, key=lambda step: -step["gap_ms"])
+    return "worst_ms: " + " ".join(f"#{step['token']}={step['gap_ms']:,.2f} ({step['cause']})" for step in steps)
+
+
+#: How lists are put in words.
+_LISTED = {"stalled_by": _culprits, "worst_steps": _worst}
 
 
 def summary(record: RequestRecord) -> list[str]:

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -37,6 +38,22 @@ def python(code: str, *arguments: object, **environment: str) -> subprocess.Comp
         [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
         env={**plain_environment(), **environment}, capture_output=True, text=True, timeout=DEADLINE_S,
     )  # fmt: skip
+
+
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """``process``, which is killed at the end if it still runs."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    """The next line that ``process`` prints."""
+    assert process.stdout
+    return process.stdout.readline().strip()
 
 
 def plain_environment() -> dict[str, str]:

@@ -18,7 +18,7 @@ import pytest
 
 from stagetrace import load, session
 from tests.unit.conftest import Small
-from tests.unit.helpers import DEADLINE_S, wait_until
+from tests.unit.helpers import DEADLINE_S, ended, line, wait_until
 
 RUN = [sys.executable, "-m", "stagetrace", "run"]
 PYTHON = [sys.executable, "-c"]
@@ -34,17 +34,9 @@ def running(code: str, *arguments: str, before: tuple[str, ...] = ("--no-store",
     """A Python program under ``stagetrace run`` that has said ``ready``."""
     command = [*RUN, *before, "--", *PYTHON, code, *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with process:
-        try:
-            assert line(process) == "ready"
-            yield process
-        finally:
-            process.kill()
-
-
-def line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout
-    return process.stdout.readline().strip()
+    with ended(process):
+        assert line(process) == "ready"
+        yield process
 
 
 #: Counts the signals it gets and says so; SIGUSR2 makes it say how many of each, and end.
@@ -449,6 +441,41 @@ def test_a_store_that_is_refused_is_refused_before_anything_starts(tmp_path: Pat
     if what == "foreign":
         assert store.read_text() == "a letter"
         assert [path.name for path in tmp_path.glob("s.db*")] == ["s.db"]
+
+
+#: Records one call, says so, and another one when it is told to go on.
+TWICE = """
+import os, sys
+from pathlib import Path
+from stagetrace import marks
+from stagetrace.context import new_root
+from stagetrace.recorder import Recorder
+recorder = Recorder(Path(os.environ["STAGETRACE_SESSION"]))
+for word in "ready", "done":
+    root = new_root()
+    recorder.mark(marks.ROOT, root.number, root.trace_high >> 1, root.trace_low >> 1, 1)
+    recorder.mark(marks.END, root.number)
+    print(word, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_store_that_is_removed_while_it_serves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "s.db"
+    with running(TWICE, before=("--store", str(store))) as process:
+        wait_until(lambda: len(load(store).requests) == 1, "the first call is stored")
+        (first,) = load(store).requests
+        store.unlink()
+        assert process.stdin
+        print(file=process.stdin, flush=True)
+        assert line(process) == "done"
+        process.stdin.close()
+        assert process.wait(DEADLINE_S) == 0
+    (second,) = load(store).requests
+    assert second.trace_id != first.trace_id
+    said = [line for line in capfd.readouterr().err.splitlines() if "was removed" in line]
+    assert len(said) == 1 and said[0].startswith(f"stagetrace: store {store} was removed, moved or replaced")
+    assert [path.name for path in tmp_path.glob("s.db*")] == ["s.db"]
 
 
 def test_a_disk_that_fills_up(small: Small) -> None:

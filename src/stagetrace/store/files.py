@@ -94,9 +94,8 @@ class WriterLock:
         while True:
             self._fd = self._open()
             # Between our open and our flock its last owner may have removed the name: then try again.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(self._fd), os.stat(self._path, follow_symlinks=False)):
-                    return
+            if self.named():
+                return
             os.close(self._fd)
 
     def _open(self) -> int:
@@ -116,10 +115,17 @@ class WriterLock:
             raise
         return fd
 
+    def named(self) -> bool:
+        """Whether others can see the lock: somebody may have removed its file."""
+        with suppress(OSError):
+            return os.path.samestat(os.fstat(self._fd), os.stat(self._path, follow_symlinks=False))
+        return False
+
     def release(self) -> None:
         """Remove the lock file, then let go; the other order would remove the next writer's."""
-        with suppress(OSError):
-            os.unlink(self._path)
+        if self.named():
+            with suppress(OSError):
+                os.unlink(self._path)
         # Explicitly: a process forked meanwhile shares the lock and would keep it.
         with suppress(OSError):
             fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -191,6 +197,14 @@ def locate(path: str | os.PathLike[str]) -> Path:
         name = show(os.fspath(path))
         raise StoreError(f"no such store: {name}; run `stagetrace run --store {name} -- CMD` first") from exc
     return real
+
+
+def identity(path: str) -> tuple[int, int] | None:
+    """What tells a file from another one that takes its name; None if there is none."""
+    with suppress(OSError):
+        found = os.stat(path)
+        return found.st_dev, found.st_ino
+    return None
 
 
 def live(real: Path) -> bool:

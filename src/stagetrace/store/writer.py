@@ -21,6 +21,8 @@ _BESIDE_BYTES = 64 << 10
 # How long one commit may remove old rows while there is still room: the caller has rings to read.
 _PRUNE_SECONDS = 0.25
 _STEP_BYTES = 160
+#: SQLite's own files beside the store.
+_BESIDE = ("-wal", "-shm")
 _HELD = "a reader holds it open for too long: nothing is stored until it lets go"
 
 
@@ -35,7 +37,8 @@ class StoreWriter:
     """The one writer of a store. The constructor opens or makes it, or refuses with StoreError.
 
     After a failure to write (disk full) StoreError is raised once; from then on every call does nothing
-    but count ``lost_requests``. Use it from one thread at a time.
+    but count ``lost_requests``. A file that is removed, or moved away, while it is written gives place to a new one.
+    Use it from one thread at a time.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int = 1 << 30) -> None:
@@ -53,8 +56,13 @@ class StoreWriter:
         self._chunk = min(max_bytes // 64, 4 << 20)
         self._pending_bytes = 0
         self._handed_in = self._written = self._saved = 0
-        self._run: int | None = None
+        self._run: tuple[int, RunRecord] | None = None
         self._session = ""
+        # What a store that has gone takes with it, and a new one still can have.
+        self._unsaved_requests: list[RequestRecord] = []
+        self._unsaved_steps: list[StepRecord] = []
+        #: The files as they were opened, by what is behind the store's name.
+        self._mine: dict[str, tuple[int, int] | None] = {}
         self._blocked = False
         self._told: set[str] = set()
         self._notices: list[str] = []
@@ -84,6 +92,7 @@ class StoreWriter:
             meta = dict(db.execute("SELECT key, value FROM meta"))
             self._pruned = Pruned(meta["pruned_requests"], meta["pruned_steps"])
             self._prune(db, patience=float("inf"))  # it may have had a larger limit before
+            self._mine = {end: files.identity(f"{self.path}{end}") for end in ("", *_BESIDE)}
         except BaseException as exc:
             if db:
                 db.close()
@@ -122,49 +131,55 @@ class StoreWriter:
 
         What is written from now on belongs to it unless told otherwise.
         """
-        if not self._ready():
-            return self._run or 0
-        with self._guard() as db:
-            key = (run.session, run.engine)
-            found = db.execute("SELECT run_id FROM runs WHERE session = ? AND engine IS ?", key).fetchone()
-            self._begin(db)
-            cursor = db.execute(schema.PUT_RUN, (found and found[0], *schema.run_row(run)))
-            self._run = found[0] if found else cursor.lastrowid
-            self._session = run.session
-        return self._run or 0
+        if self._ready():
+            with self._guard() as db:
+                self._put_run(db, run)
+        return self._run[0] if self._run else 0
 
-    def write_requests(self, requests: list[RequestRecord], run: int | None = None) -> None:
+    def write_requests(self, requests: list[RequestRecord]) -> None:
         """Store requests; one that was stored before, while in flight, is replaced."""
         if not self._ready():
             self.lost_requests += len(requests)
             return
-        run_id = self._run_id(run)
+        run_id = self._run_id()
         self._handed_in += len(requests)
         with self._guard() as db:
             for request in requests:
-                self._begin(db)
                 self._put_request(db, run_id, request)
                 self._written += 1
+                self._unsaved_requests.append(request)
                 if self._pending_bytes > self._chunk:
                     self._save(db)
 
-    def write_steps(self, steps: list[StepRecord], run: int | None = None) -> None:
+    def write_steps(self, steps: list[StepRecord]) -> None:
         """Store engine steps; one that was stored before is replaced."""
         if not self._ready():
             return
-        run_id = self._run_id(run)
+        run_id = self._run_id()
         # At least one, and few enough for one transaction.
         size = max(1, self._chunk // _STEP_BYTES)
         with self._guard() as db:
             for start in range(0, len(steps), size):
-                self._begin(db)
-                rows = [(run_id, *schema.step_row(step)) for step in steps[start : start + size]]
-                db.executemany(schema.PUT_STEP, rows)
-                self._pending_bytes += _STEP_BYTES * len(rows)
+                self._put_steps(db, run_id, steps[start : start + size])
+                self._unsaved_steps += steps[start : start + size]
                 if self._pending_bytes > self._chunk:
                     self._save(db)
 
+    def _put_run(self, db: sqlite3.Connection, run: RunRecord) -> None:
+        key = (run.session, run.engine)
+        found = db.execute("SELECT run_id FROM runs WHERE session = ? AND engine IS ?", key).fetchone()
+        self._begin(db)
+        cursor = db.execute(schema.PUT_RUN, (found and found[0], *schema.run_row(run)))
+        self._run = int(found[0] if found else cursor.lastrowid or 0), run
+        self._session = run.session
+
+    def _put_steps(self, db: sqlite3.Connection, run_id: int, steps: list[StepRecord]) -> None:
+        self._begin(db)
+        db.executemany(schema.PUT_STEP, [(run_id, *schema.step_row(step)) for step in steps])
+        self._pending_bytes += _STEP_BYTES * len(steps)
+
     def _put_request(self, db: sqlite3.Connection, run_id: int, request: RequestRecord) -> None:
+        self._begin(db)
         row = schema.request_row(request)
         number = self._stored_as(db, request)
         if number is None:
@@ -216,28 +231,66 @@ class StoreWriter:
                 self._db.close()
             self._lock.release()
 
-    def _run_id(self, run: int | None) -> int:
-        run_id = self._run if run is None else run
-        if run_id is None:
+    def _run_id(self) -> int:
+        if self._run is None:
             raise ValueError("write_run comes before requests and steps")
-        return run_id
+        return self._run[0]
 
     def _ready(self) -> bool:
         """Say whether to write at all: not once failed or closed, nor while a reader blocks the log."""
-        if not self.failed and not self._closed and self._blocked:
-            with self._guard() as db:
-                self._blocked = self._log_stuck(db)
+        if not self.failed and not self._closed:
+            if any(files.identity(f"{self.path}{end}") != mine for end, mine in self._mine.items()):
+                with self._guard():
+                    self._renew()
+            if self._blocked:
+                with self._guard() as db:
+                    self._blocked = self._log_stuck(db)
         return not (self.failed or self._closed or self._blocked)
+
+    def _renew(self) -> None:
+        """Open what has our name now, or make it: what SQLite goes on writing is in files that nobody can find."""
+        gone = files.identity(str(self.path)) != self._mine[""]
+        with suppress(sqlite3.Error):  # a file that was only moved is to be whole without its log
+            self._db.execute("PRAGMA busy_timeout=250").fetchall()
+            if self._db.in_transaction:
+                self._db.execute("COMMIT")
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        with suppress(sqlite3.Error):
+            self._db.close()
+        for end in _BESIDE:  # SQLite would read our old log into the new file
+            if files.identity(f"{self.path}{end}") == self._mine[end]:
+                with suppress(OSError):
+                    os.unlink(f"{self.path}{end}")
+        if not self._lock.named():
+            old, self._lock = self._lock, files.WriterLock(self.path)
+            old.release()
+        self._db = self._open()
+        self._blocked = False
+        if gone:
+            what = "was removed, moved or replaced while it was written; what comes now goes into what has that name"
+            self._notices.append(f"store {files.show(self.path)} {what}")
+            self._put_again(self._db)
+
+    def _put_again(self, db: sqlite3.Connection) -> None:
+        """Write what was not committed yet; what was is gone with the file."""
+        self._pending_bytes = 0
+        if self._run:
+            self._put_run(db, self._run[1])
+            for request in self._unsaved_requests:
+                self._put_request(db, self._run[0], request)
+            self._put_steps(db, self._run[0], self._unsaved_steps)
 
     @contextmanager
     def _guard(self) -> Iterator[sqlite3.Connection]:
         try:
             yield self._db
-        except (sqlite3.Error, OSError) as exc:
+        except (sqlite3.Error, OSError, StoreError) as exc:
             self.failed = True
             self.lost_requests += self._handed_in - self._saved
             with suppress(sqlite3.Error):
                 self._db.rollback()
+            if isinstance(exc, StoreError):
+                raise
             raise files.explain(self.path, exc) from exc
 
     @staticmethod
@@ -249,6 +302,8 @@ class StoreWriter:
         if db.in_transaction:
             db.execute("COMMIT")
         self._saved = self._written
+        self._unsaved_requests.clear()
+        self._unsaved_steps.clear()
         self._pending_bytes = 0
         self._prune(db, _PRUNE_SECONDS)
         self._blocked = self._log_stuck(db)

@@ -203,16 +203,16 @@ def preempted(_scheduler: Any, request: Any) -> None:
     recorder.mark(marks.PREEMPT, key_of(request.request_id))
 
 
-def freeing(scheduler: Any, request: Any) -> tuple[Any, int, int]:
-    """A request has ended: count its blocks while it still holds them."""
+def freeing(scheduler: Any, request: Any) -> tuple[int, Any, int, int]:
+    """A request has ended, and its teardown begins: count its blocks while it still holds them."""
     manager = scheduler.kv_cache_manager
     held = sum(len(group) for group in manager.coordinator.get_blocks(request.request_id))
-    return request, held, manager.block_pool.get_num_free_blocks()
+    return now(), request, held, manager.block_pool.get_num_free_blocks()
 
 
-def freed(state: tuple[Any, int, int], scheduler: Any, _result: Any) -> None:
+def freed(state: tuple[int, Any, int, int], scheduler: Any, _result: Any) -> None:
     """Its blocks are back in the pool, or kept there for reuse."""
-    request, held, before = state
+    ended, request, held, before = state
     manager = scheduler.kv_cache_manager
     given_back = manager.block_pool.get_num_free_blocks() - before
     # A full block stays findable by its hash until somebody else needs it.
@@ -220,7 +220,7 @@ def freed(state: tuple[Any, int, int], scheduler: Any, _result: Any) -> None:
     reason = request.get_finished_reason()
     code = _FINISH.get(getattr(reason, "name", ""), 0)
     recorder.mark(
-        marks.FREE, key_of(request.request_id), code, request.num_output_tokens, held | kept << 32, given_back
+        marks.FREE, key_of(request.request_id), code, request.num_output_tokens, held | kept << 32, given_back, t=ended
     )
 
 

@@ -79,3 +79,18 @@ def test_at_rest_only_what_changes_is_written(written: list[tuple[int, ...]]) ->
         scheduler.step(waiting=waiting, usage=usage)
     states = [(mark[4] >> 32, mark[5]) for mark in of_kind(marks.STEP, written)]
     assert states == [(1, 0), (2, 0), (2, 250_000), (0, 0)]
+
+
+def test_a_request_ends_when_its_blocks_begin_to_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Returning them is teardown's work, not decode's."""
+    written: list[dict[str, int]] = []
+    monkeypatch.setattr(engine_hooks.recorder, "mark", lambda *mark, **more: written.append(more))
+    monkeypatch.setattr(engine_hooks, "now", iter((100, 200)).__next__)
+    free = iter((5, 8))
+    scheduler = SimpleNamespace(kv_cache_manager=SimpleNamespace(
+        coordinator=SimpleNamespace(get_blocks=lambda _: [[1, 2, 3]]), enable_caching=True,
+        block_pool=SimpleNamespace(get_num_free_blocks=lambda: next(free)),
+    ))  # fmt: skip
+    request = SimpleNamespace(request_id="a", block_hashes=[1], num_output_tokens=7, get_finished_reason=lambda: None)
+    engine_hooks.freed(engine_hooks.freeing(scheduler, request), scheduler, None)
+    assert written == [{"t": 100}]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,7 +32,7 @@ class RowFailed(Exception):
 def run_apart(row: Row, options: Options, show: Callable[[int, int, str], None]) -> Outcome:
     """Run ``row`` in a process of its own; ``show`` is told how far it is."""
     environment = {key: value for key, value in os.environ.items() if key not in WITHHELD}
-    command = [sys.executable, "-m", "benchmarks.child", row.key, str(options.servers)]
+    command = [sys.executable, "-m", "benchmarks.child", row.key, json.dumps(asdict(options))]
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         child = subprocess.Popen(
             command, env=environment, cwd=Path(__file__).resolve().parents[1], stdin=subprocess.DEVNULL,
@@ -61,7 +62,7 @@ def _follow(lines: IO[str], show: Callable[[int, int, str], None]) -> Outcome | 
     return None
 
 
-def main(key: str, servers: int) -> None:
+def main(key: str, options: Options) -> None:
     """Run the row ``key`` here."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # The engine prints to stdout too; ours is set aside, and 1 leads to the log.
@@ -72,9 +73,9 @@ def main(key: str, servers: int) -> None:
         print(json.dumps(document), file=stdout)
 
     progress = Progress(lambda done, total, text: say({"done": done, "total": total, "text": text}))
-    outcome = named(key).run(Options(servers), progress)
+    outcome = named(key).run(options, progress)
     say({"outcome": {"figures": [figure.as_json() for figure in outcome.figures], "notes": outcome.notes}})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], Options(**json.loads(sys.argv[2])))

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from .child import RowFailed, run_apart
+from .endpoints import KINDS
 from .figures import OVER, Options
 from .output import SHARED, VERDICTS, Results, as_json, as_markdown, environment, show, write
 from .rows import ROWS, Row
@@ -39,6 +40,13 @@ def parser() -> argparse.ArgumentParser:
         "--servers", metavar="N", type=int, default=2,
         help="real servers of each kind, untraced and traced, in the row `servers` (default 2; 0 leaves the row out)",
     )  # fmt: skip
+    made.add_argument(
+        "--minutes", metavar="N", type=float, default=10.0, help="of load, in the row `endpoints` (default 10)"
+    )
+    made.add_argument(
+        "--endpoint", metavar="KIND", action="append", choices=KINDS, default=[],
+        help="endpoint in the rows about bad ones; may be repeated (%(choices)s; default: five, protocols mixed)",
+    )  # fmt: skip
     made.add_argument("--json", metavar="OUT", type=Path, help="write every figure to OUT")
     made.add_argument("--markdown", metavar="OUT", type=Path, help="write the tables to OUT as a page")
     return made
@@ -50,18 +58,18 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     if asked.list:
         for row in ROWS:
-            print(f"{row.key:10} {row.title} (about {row.seconds} s)")
+            print(f"{row.key:12} {row.title} (about {row.seconds} s{', only if named' if row.long else ''})")
         return 0
     for path in filter(None, (asked.json, asked.markdown)):
         if not path.parent.is_dir():
             return _fail(f"{path}: there is no directory {path.parent}")
-    chosen = [row for row in ROWS if not asked.only or row.key in asked.only]
+    chosen = [row for row in ROWS if (row.key in asked.only if asked.only else not row.long)]
     if asked.servers < 1:
         chosen = [row for row in chosen if row.key != "servers"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     where = environment()
     try:
-        results = _measure(chosen, Options(asked.servers), console)
+        results = _measure(chosen, Options(asked.servers, asked.minutes, tuple(asked.endpoint)), console)
     except RowFailed as error:
         return _fail(str(error))
     except KeyboardInterrupt:

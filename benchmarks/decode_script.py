@@ -39,12 +39,20 @@ class Server:
         self._engine = number() & 0x7FFFFFFF_00000000
         self._count = 0
         self._output = output
+        #: Requests that came to their end.
+        self.ended = 0
         for key, value in SETTINGS.items():
             self.core.text(marks.ENGINE, 0, f"{key}={value}")
-        # Lengths that differ evenly: from the start about as many end in every step as will go on doing.
-        self._joining = [self._arrive(1 + output * n // streams) for n in range(streams)]
+        # Lengths that differ evenly: from the start about as many end in every step as will go on doing. Two tokens
+        # at least: with one there is no decode, and so one stage fewer.
+        self._joining = [self._arrive(2 + output * n // streams) for n in range(streams)]
 
-    def step(self) -> int:
+    def drain(self) -> None:
+        """Let everybody come to the end, with nobody to replace them."""
+        while self._joining or self.live:
+            self.step(replace=False)
+
+    def step(self, replace: bool = True) -> int:
         """One engine step: whoever ended is replaced; return the tokens made."""
         self._count += 1
         step = self._engine + self._count
@@ -64,7 +72,8 @@ class Server:
             self.core.mark(marks.LEAVE, stream.sequence, step + 1)
             self.api.mark(marks.SENT, stream.root, 14)
             self.api.mark(marks.END, stream.root)
-        self._joining = [self._arrive(self._output) for _ in ended]
+        self.ended += len(ended)
+        self._joining = [self._arrive(self._output) for _ in ended if replace]
         return len(self.live) + len(ended)
 
     def _arrive(self, output: int) -> Stream:

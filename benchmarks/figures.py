@@ -15,7 +15,8 @@ PASS, UNCLEAR, OVER = "PASS", "unclear", "over"
 class Figure:
     """One measured value. ``about`` says what it was made of.
 
-    Units: ``ratio``, ``fraction`` (a ratio shown as 1/n), ``%``, ``µs``, ``ms``, ``/s``.
+    Units: ``ratio``, ``fraction`` (a ratio shown as 1/n), ``%``, ``µs``, ``ms``, ``s``, ``/s``, ``MB``,
+    ``MB/min``, ``count``.
     """
 
     name: str
@@ -41,6 +42,8 @@ class Figure:
             return f"1/{1 / value:.1f}" if value > 0 else "0"
         if self.unit == "/s":
             return f"{value:,.0f} /s"
+        if self.unit == "count":
+            return f"{value:,.0f}"
         return f"{value:.2f} {self.unit}"
 
     def as_json(self) -> dict[str, Any]:
@@ -95,3 +98,7 @@ class Options:
     """What the command line says about how long to measure."""
 
     servers: int = 2
+    #: Of load, in the row `endpoints`.
+    minutes: float = 10.0
+    #: Names of :data:`benchmarks.endpoints.KINDS`; none: the row's own choice.
+    endpoints: tuple[str, ...] = ()

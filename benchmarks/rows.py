@@ -10,11 +10,15 @@ from .figures import Options, Outcome, Progress
 
 @dataclass(frozen=True)
 class Row:
-    """One row: ``key`` for ``--only``, the module that measures it, and about how long it takes."""
+    """One row: ``key`` for ``--only``, the module that measures it, and about how long it takes.
+
+    A ``long`` one is measured only where ``--only`` names it.
+    """
 
     key: str
     title: str
     seconds: int
+    long: bool = False
 
     def run(self, options: Options, progress: Progress) -> Outcome:
         """Measure, in this process."""
@@ -30,6 +34,8 @@ ROWS = (
     Row("collector", "the collector: marks per second, and its share of a core", 15),
     Row("truth", "coverage of real requests, and their times against a client's own", 60),
     Row("servers", "CPU per streamed token of real servers, untraced and traced by turns", 150),
+    Row("endpoints", "collectors under load, their OTLP endpoints bad in every way", 615, long=True),
+    Row("bad_endpoint", "real servers whose OTLP endpoint is bad, beside a good one and none", 1600, long=True),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.figures import OVER, PASS, UNCLEAR, Figure
+from benchmarks.row_endpoints import Sample, dropped, growth
 from benchmarks.stats import Spread, differences, interleave, median, median_interval, quantile, ratios
 
 
@@ -64,3 +65,19 @@ def test_a_limit_is_exceeded_only_when_that_is_sure(value: float, low: float, li
 )
 def test_values_are_shown_in_their_unit(unit: str, value: float, text: str) -> None:
     assert Figure("x", unit, Spread.of([value])).text(value) == text
+
+
+def test_what_a_collector_says_it_dropped() -> None:
+    said = "stagetrace: recording (session s)\nstagetrace: 30 spans were not exported (queue_full 13, refused 17)\n"
+    assert dropped(said) == {"queue_full": 13, "refused": 17}
+    assert dropped("stagetrace: recording (session s)\n") == {}
+    with pytest.raises(RuntimeError, match="do not add up"):
+        dropped(said.replace("30", "31"))
+
+
+@pytest.mark.parametrize(("per_minute", "expected"), [(0.0, 0.0), (6.0, 6.0)])
+def test_growth_is_that_of_the_second_half(per_minute: float, expected: float) -> None:
+    """Ten minutes, a sample each 5 s: whatever the first half did is no matter."""
+    times = [5.0 * n for n in range(1, 121)]
+    samples = [Sample(t, 500.0 if t < 300 else 100.0 + per_minute * t / 60, 1, 0) for t in times]
+    assert growth(samples, 10.0) == pytest.approx([expected] * 10)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from stagetrace.plugin import new_root
+from stagetrace.context import new_root
 from stagetrace_vllm.asgi import Watch
 
 from .clocks import per_call, settle_heap

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 
-from stagetrace.exporting import Exporter, Options, RequestRecord, RunRecord, Say, Sink
+from stagetrace.exporting import Exporter, LiveSink, Options, RequestRecord, RunRecord, Say, Sink
 
 
 def make(options: Options, environment: Mapping[str, str], say: Say) -> Sink | None:
@@ -17,6 +18,9 @@ def make(options: Options, environment: Mapping[str, str], say: Say) -> Sink | N
     # Half a second of imports, for those who want it only.
     from .sink import OtlpSink
 
+    if options.tracer_provider is None:  # else this is the host's process, and its loggers are the host's
+        # The official exporters write lines of their own for every failure, with tracebacks; ours says it once.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     return OtlpSink(settings, options.health, say)
 
 
@@ -27,4 +31,11 @@ def lines(records: Iterable[RequestRecord], run: RunRecord | None) -> Iterator[s
     return written(records, run)
 
 
-EXPORTER = Exporter("otlp", make, {"otlp-json": lines})
+def live_spans(options: Options) -> LiveSink:
+    """Spans of the host's own TracerProvider."""
+    from .live import LiveSpans
+
+    return LiveSpans(options.tracer_provider, options.health)
+
+
+EXPORTER = Exporter("otlp", make, {"otlp-json": lines}, live_spans)

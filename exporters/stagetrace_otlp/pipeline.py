@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -85,7 +85,7 @@ class Pipeline:
             self._queue.clear()
             self._held = self._away = 0
         # It may hang in a connection of its own; nobody waits for that.
-        threading.Thread(target=self._exporter.shutdown, daemon=True).start()
+        aside(self._exporter.shutdown)
 
     def _work(self) -> None:
         while True:
@@ -124,6 +124,16 @@ class Pipeline:
         if not accepted and not self._complained:
             self._complained = True
             self._say(f"the OTLP endpoint did not take {len(message)} spans; serving goes on, drops are counted")
+
+
+def aside(work: Callable[[], object]) -> threading.Thread | None:
+    """Do ``work`` in a thread; None in a program that is ending and may start none (where we are a guest)."""
+    thread = threading.Thread(target=work, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
 
 
 def messages(spans: Sequence[ReadableSpan], most: int) -> Iterator[list[ReadableSpan]]:

@@ -47,6 +47,10 @@ def read(options: Options, environment: Mapping[str, str], say: Say) -> Settings
             say("OTEL_SDK_DISABLED=true: nothing is exported, --otlp or not")
         return None
     traces, metrics = (_signal(name, url, env, say) for name in ("TRACES", "METRICS"))
+    if options.tracer_provider is not None:
+        if url:
+            say("traces go to tracer_provider only; otlp gets the metrics")
+        traces = None
     if traces is None and metrics is None:
         return None
     return Settings(

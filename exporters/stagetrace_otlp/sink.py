@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -14,7 +12,7 @@ from stagetrace.exporting import Engines, Health, RequestRecord, RunRecord, Say,
 
 from . import spans
 from .metrics import Metrics, no_compression
-from .pipeline import Pipeline
+from .pipeline import Pipeline, aside
 from .settings import Settings, Signal
 
 #: What closing may take, whatever the endpoint does.
@@ -25,8 +23,6 @@ class OtlpSink:
     """See :class:`stagetrace.exporting.Sink`."""
 
     def __init__(self, settings: Settings, health: Health, say: Say) -> None:
-        # The official exporters write lines of their own for every failure, with tracebacks; ours says it once.
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._policy = settings.policy
         # OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT and the like; ValueError with one line for one that is no number.
         self._limits = SpanLimits() if settings.traces else None
@@ -76,13 +72,13 @@ class OtlpSink:
     def close(self) -> None:
         """Send what there is, within three seconds."""
         until = time.monotonic() + CLOSE_S
-        last = threading.Thread(target=self._metrics.close, daemon=True) if self._metrics else None
-        if last:
-            last.start()
+        last = aside(self._metrics.close) if self._metrics else None
         if self.pipeline:
             self.pipeline.close(until - time.monotonic())
         if last:
             last.join(max(until - time.monotonic(), 0.05))
+        elif self._metrics:
+            self._metrics.close()
         if dropped := self._health.spans_dropped.total():
             reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self._health.spans_dropped.items()))
             self._say(f"{dropped} spans were not exported ({reasons})")

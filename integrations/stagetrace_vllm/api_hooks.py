@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from contextvars import Token
 from typing import Any
 
 from stagetrace.plugin import (
+    Entered,
     HookGroup,
     HookSpec,
     Root,
     current,
     engine_starts,
+    enter,
     exported_share,
     key_of,
     marks,
@@ -67,14 +68,14 @@ def pooling_left(state: Held | None, _serving: Any, _result: Any) -> None:
         release(*state)
 
 
-def render_entered(_renderer: Any, conversations: Any) -> Token[Root | None] | None:
+def render_entered(_renderer: Any, conversations: Any) -> Entered | None:
     """Messages are about to be rendered to one string."""
     root = root_now()
     found = root or root_of(conversations)
     if found is None:
         return None
     recorder.mark(marks.RENDER, found.number, sum(len(c) for c in conversations))
-    return current.set(found) if root is None else None
+    return enter(found) if root is None else None
 
 
 def tokenize_entered(_renderer: Any, prompts: Any) -> Held | None:
@@ -112,8 +113,10 @@ def tokenizer_took(_renderer: Any, prompt: Any) -> None:
 
 def handed_over(processor: Any, request: Any, parent_req: Any, request_index: Any) -> None:
     """The engine request exists and is about to be sent: join it to its root."""
-    root = root_now() or roots.begin(marks.DIRECT, headers=request.trace_headers)
+    root = roots.root_of(request)
     sequence = key_of(request.request_id)
+    if roots.in_pieces() and sequence in root.sequences:
+        return
     root.sequences.append(sequence)
     params = request.sampling_params
     limit = -1 if params is None else params.max_tokens or 0
@@ -127,8 +130,8 @@ def handed_over(processor: Any, request: Any, parent_req: Any, request_index: An
     if parent_req is None or (request_index or 0) + 1 >= parent_req.sampling_params.n:
         roots.handed_over()
     # The engine copies these into every output, so only for an engine that makes spans of its own.
-    if getattr(processor, "tracing_enabled", False) and (share := exported_share()) is not None:
-        request.trace_headers = roots.headers_of(root, share) or request.trace_headers
+    if getattr(processor, "tracing_enabled", False):
+        request.trace_headers = roots.headers_of(root, exported_share()) or request.trace_headers
 
 
 def prompt_tokens(request: Any) -> int:

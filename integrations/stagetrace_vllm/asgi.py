@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, NamedTuple
 
-from stagetrace.plugin import Guard, Root, current, marks, parents, recorder
+from stagetrace.plugin import Guard, Root, enter, leave, marks, parents, recorder
 
 from . import roots
 
@@ -50,7 +50,7 @@ class Shell:
         if watch is None:
             await self.app(scope, receive, send)
             return
-        token = current.set(watch.root)
+        entered = enter(watch.root)
         try:
             await self.app(scope, watch.receive, watch.send)
         except BaseException as error:
@@ -59,7 +59,7 @@ class Shell:
         else:
             watch.end()
         finally:
-            current.reset(token)
+            leave(entered)
 
 
 def begin(scope: Scope, receive: Receive, send: Send) -> Watch | None:

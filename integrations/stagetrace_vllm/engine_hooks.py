@@ -72,13 +72,21 @@ def settings(scheduler: Any) -> dict[str, Any]:
     }
 
 
-def arrived(_core: Any, request: Any) -> None:
+def arrived(core: Any, request: Any) -> None:
     """An engine request has been decoded on the input thread."""
+    if request.request_id in core.scheduler.requests:  # another piece of a request that comes in pieces
+        return
     recorder.mark(marks.ARRIVE, key_of(request.request_id))
 
 
 def enqueued(scheduler: Any, request: Any) -> None:
-    """The scheduler takes the request into its queue."""
+    """The scheduler takes the request into its queue; of one that comes in pieces, again for each, and at its end."""
+    known = scheduler.requests.get(request.request_id)
+    if known is not None:
+        # Nothing more will come, and it waits for that: the engine ends it now, as if it had been aborted.
+        waits = known.status.name == "WAITING_FOR_STREAMING_REQ"
+        known._stagetrace_over = waits and not request.resumable
+        return
     running, waiting = scheduler.get_request_counts()
     recorder.mark(marks.ENQUEUE, key_of(request.request_id), waiting, running, compiling(request))
 
@@ -218,10 +226,10 @@ def freed(state: tuple[int, Any, int, int], scheduler: Any, _result: Any) -> Non
     # A full block stays findable by its hash until somebody else needs it.
     kept = min(len(request.block_hashes), held) if manager.enable_caching else 0
     reason = request.get_finished_reason()
-    code = _FINISH.get(getattr(reason, "name", ""), 0)
-    recorder.mark(
-        marks.FREE, key_of(request.request_id), code, request.num_output_tokens, held | kept << 32, given_back, t=ended
-    )
+    code = 0 if getattr(request, "_stagetrace_over", False) else _FINISH.get(getattr(reason, "name", ""), 0)
+    # The engine counts those since the last piece came.
+    tokens = -1 if getattr(request, "streaming_queue", None) is not None else request.num_output_tokens
+    recorder.mark(marks.FREE, key_of(request.request_id), code, tokens, held | kept << 32, given_back, t=ended)
 
 
 _FINISH = {name.upper(): code for code, name in marks.FINISH.items()}

@@ -7,18 +7,25 @@ running code is in. Never the environment: what lies there is older than the req
 from __future__ import annotations
 
 from asyncio import CancelledError
-from collections.abc import Mapping
-from contextvars import Token
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
-from inspect import isasyncgen
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from stagetrace.plugin import Root, chosen, current, marks, new_root, now, parents, recorder, signed
+from stagetrace import plugin
+from stagetrace.plugin import Entered, Root, chosen, current, enter, leave, marks, now, parents, recorder, signed
 
-#: A call at the engine's door: its root, what was current before, and the id it came with.
-Entered = tuple[Root, "Token[Root | None]", str]
+Headers = Mapping[str, str]
 #: ``marks.OPERATIONS``: of a call that did not come over HTTP.
 _GENERATE = 3
+
+
+class AtTheDoor(NamedTuple):
+    """A call at the engine's door: its root, unless that is still to begin, and how to leave."""
+
+    root: Root | None
+    leave: Callable[[], None]
 
 
 @dataclass
@@ -37,20 +44,29 @@ class _Offline:
 _offline = _Offline()
 #: Requests at the engine's door, by the id they came with: their prompts may be tokenised in another thread.
 _at_the_door: dict[str, Root] = {}
+#: Set where a request comes in pieces: the headers it came with. A task that inherits it hands the pieces over.
+_pieces: ContextVar[Headers | None] = ContextVar("stagetrace_pieces", default=None)
 
 
-def begin(kind: int, operation: int = _GENERATE, started: int = 0, headers: Mapping[str, str] | None = None) -> Root:
+def begin(kind: int, operation: int = _GENERATE, started: int = 0, headers: Headers | None = None) -> Root:
     """A new root, begun at ``started`` (now if 0), with its parent."""
-    root = new_root(kind)
+    caller = parents.of_headers(headers) or parents.of_current_span()
+    started = started or now()
+    root = plugin.begin(kind, operation, caller, started)
     high, low = signed(root.trace_high), signed(root.trace_low)
     recorder.mark(marks.ROOT, root.number, high, low, operation, kind, started)
-    adopt(root, parents.of_headers(headers) or parents.of_current_span())
+    _note(root, caller)
     return root
 
 
 def adopt(root: Root, caller: parents.Caller | None) -> None:
-    """Note the root's parent, unless the request has brought one."""
-    if caller is None or (root.caller is not None and root.caller.explicit):
+    """Give the root a parent that came later, unless the request has brought one, or its span has begun."""
+    if root.live is None and not (root.caller is not None and root.caller.explicit):
+        _note(root, caller)
+
+
+def _note(root: Root, caller: parents.Caller | None) -> None:
+    if caller is None:
         return
     before, root.caller = root.caller, caller
     recorder.text(marks.TRACEPARENT, root.number, caller.traceparent)
@@ -65,15 +81,22 @@ def end(root: Root, raised: BaseException | None = None) -> None:
     recorder.mark(marks.END, root.number, raised is not None)
 
 
-def headers_of(root: Root, share: float) -> dict[str, str] | None:
+def headers_of(root: Root, share: float | None) -> dict[str, str] | None:
     """What makes a span of the engine's own the root's child; None for a root that is not certain to be exported.
 
     The child of a span that nobody has would be an orphan: then the request keeps what it came with, and the engine's
-    span is what it would be without us. ``share`` is that of :func:`stagetrace.plugin.exported_share`.
+    span is what it would be without us. ``share`` is that of :func:`stagetrace.plugin.exported_share`; a live span's
+    sampler has decided.
     """
     caller = root.caller if parents.trusted() else None
     trace = caller.span.trace_id if caller else f"{root.trace_high:016x}{root.trace_low:016x}"
-    if not (caller.span.sampled if caller else chosen(trace, share)):
+    if root.live is not None:
+        certain = root.live.sampled
+    elif share is not None:
+        certain = caller.span.sampled if caller else chosen(trace, share)
+    else:
+        return None
+    if not certain:
         return None
     headers = {"traceparent": f"00-{trace}-{root.number:016x}-01"}
     return {**headers, "tracestate": caller.tracestate} if caller and caller.tracestate else headers
@@ -97,54 +120,70 @@ def handed_over() -> None:
         _offline.call.open = False
 
 
-def direct_entered(_engine: Any, request_id: Any, prompt: Any, trace_headers: Any) -> Entered | None:
+def direct_entered(_engine: Any, request_id: Any, prompt: Any, trace_headers: Any) -> AtTheDoor | None:
     """A request at the engine's door. Unless it belongs to a call we know, the call begins here.
 
     The engine drops ``trace_headers`` right behind this door when its own tracing is off.
     """
+    if isinstance(prompt, AsyncGenerator):  # it comes in pieces: there is no request before the first of them
+        return AtTheDoor(None, partial(_pieces.reset, _pieces.set(trace_headers or {})))
     root = root_now()
     if root is not None:
         adopt(root, parents.of_headers(trace_headers))
         return None
-    if isasyncgen(prompt):  # a request in pieces: each is handed over by a task of its own
-        return None
     root = begin(marks.DIRECT, headers=trace_headers)
     _at_the_door[request_id] = root
-    return root, current.set(root), request_id
+    return AtTheDoor(root, partial(_leave, enter(root), request_id))
 
 
-def direct_left(state: Entered | None, _engine: Any, _result: Any) -> None:
+def direct_left(state: AtTheDoor | None, _engine: Any, _result: Any) -> None:
     """The engine has it; its end is that of its last output."""
     if state is not None:
-        _leave(*state)
+        state.leave()
 
 
-def direct_failed(state: Entered | None, _engine: Any, error: BaseException) -> None:
+def direct_failed(state: AtTheDoor | None, _engine: Any, error: BaseException) -> None:
     """The engine refused it, or the caller gave it up at the door."""
     if state is None:
         return
-    root = state[0]
-    if isinstance(error, CancelledError):
-        recorder.mark(marks.DISCONNECT, root.number)
-    end(root, error)
-    _leave(*state)
+    if state.root is not None:
+        if isinstance(error, CancelledError):
+            recorder.mark(marks.DISCONNECT, state.root.number)
+        end(state.root, error)
+    state.leave()
 
 
-def _leave(_root: Root, before: Token[Root | None], request_id: str) -> None:
-    current.reset(before)
+def _leave(before: Entered, request_id: str) -> None:
+    leave(before)
     _at_the_door.pop(request_id, None)
 
 
-def prompt_entered(_processor: Any, request_id: Any) -> Token[Root | None] | None:
+def in_pieces() -> bool:
+    """Whether the running code hands a request over piece by piece."""
+    return _pieces.get() is not None
+
+
+def root_of(request: Any) -> Root:
+    """Whom an engine request belongs to. A call that nobody has seen coming begins here."""
+    root = root_now()
+    if root is None:
+        pieces = _pieces.get()
+        root = begin(marks.DIRECT, headers=request.trace_headers or pieces)
+        if pieces is not None:  # the task that hands the pieces over does nothing else, and ends with them
+            current.set(root)
+    return root
+
+
+def prompt_entered(_processor: Any, request_id: Any) -> Entered | None:
     """A prompt is about to be made an engine request, as a rule in a thread that has inherited no context."""
     root = _at_the_door.get(request_id) if current.get() is None else None
-    return current.set(root) if root is not None else None
+    return enter(root) if root is not None else None
 
 
-def prompt_left(token: Token[Root | None] | None, _processor: Any, _result: Any) -> None:
+def prompt_left(entered: Entered | None, _processor: Any, _result: Any) -> None:
     """The thread may serve others now."""
-    if token is not None:
-        current.reset(token)
+    if entered is not None:
+        leave(entered)
 
 
 def offline_entered(_llm: Any) -> bool:

@@ -19,6 +19,7 @@ def instrument(
     otlp: str | None = None,
     prometheus: str | None = None,
     sample: float | None = None,
+    tracer_provider: Any = None,
 ) -> None:
     """Record the engine that this process is about to build.
 
@@ -31,17 +32,26 @@ def instrument(
         otlp: URL that traces and metrics are exported to; ``OTEL_*`` are honoured with and without it.
         prometheus: HOST:PORT at which metrics can be scraped.
         sample: share of traces to export, 0 to 1; store and metrics see all requests.
+        tracer_provider: an OpenTelemetry TracerProvider of yours. The root of each request is then a live span of it
+            (its ids, sampler, processors and resource; current while the request is handled), its stages are added
+            when the request is over, and the collector is a thread of this process. Traces go there only: ``otlp``
+            then gets the metrics, and ``sample`` has no say.
     """
     from . import api
 
-    asked = {"store": store, "store_max": store_max, "otlp": otlp, "prometheus": prometheus, "sample": sample}
-    api.instrument(asked)
+    api.instrument(
+        {
+            "store": store, "store_max": store_max, "otlp": otlp, "prometheus": prometheus, "sample": sample,
+            "tracer_provider": tracer_provider,
+        }
+    )  # fmt: skip
 
 
 def status() -> dict[str, Any]:
     """Return what is recorded in this process, as a dictionary.
 
-    ``recording``: whether; ``session``: its directory, or None; ``hooks``: by integration and target, each one's state;
+    ``recording``: whether; ``session``: its directory, or None; ``collector``: where that is read, in a ``thread`` of
+    this process or another ``process``, or None; ``hooks``: by integration and target, each one's state;
     ``store``: None where nothing is to be kept or no collector has said so yet, else ``{"file", "fault"}``, of which
     ``fault`` is None as long as all is well, and then the line that says why nothing is stored.
     """

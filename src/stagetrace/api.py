@@ -30,6 +30,11 @@ def integrations() -> list[runtime.Integration]:
 def instrument(options: dict[str, Any]) -> None:
     """See :func:`stagetrace.instrument`."""
     try:
+        given = options.get("tracer_provider")
+        if given is not None and not callable(getattr(given, "get_tracer", None)):
+            kind = type(given).__name__
+            log.warning("stagetrace: tracer_provider is not used: a TracerProvider has get_tracer(), this %s not", kind)
+            options = {**options, "tracer_provider": None}
         runtime.options(options)
         for integration in integrations():
             runtime.activate(integration)
@@ -43,6 +48,7 @@ def status() -> dict[str, Any]:
     return {
         "recording": runtime.recorder.recording and bool(runtime.states()),
         "session": str(directory) if directory else None,
+        "collector": runtime.collector(),
         "hooks": runtime.states(),
         "store": _store(directory),
     }

@@ -10,9 +10,13 @@ import itertools
 import os
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from . import marks
 from .parents import Caller
+
+if TYPE_CHECKING:
+    from .provider import LiveRoot
 
 _salt = int.from_bytes(os.urandom(8), "little")
 #: Its ``next`` is one step of the interpreter: threads cannot get the same number.
@@ -52,6 +56,8 @@ class Root:
     streams: bool = False
     #: Sequence numbers handed to the engine so far.
     sequences: list[int] = field(default_factory=list)
+    #: Its span, where it is one of the host's own: then its ids are that span's.
+    live: LiveRoot | None = None
 
 
 current: ContextVar[Root | None] = ContextVar("stagetrace_root", default=None)

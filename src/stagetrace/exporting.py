@@ -9,19 +9,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from .metrics import INSTRUMENTS, Engines, Instrument, Observation, of_requests, of_steps
 from .model import RequestRecord, RunRecord, StageRecord, StepRecord
+from .parents import Caller
 from .propagation import chosen
+from .provider import LiveRoot, LiveSpans
 from .stats import inter_token, percentile
 
 __all__ = [
     "INSTRUMENTS",
+    "Caller",
     "Engines",
     "Exporter",
     "Health",
     "Instrument",
+    "LiveRoot",
+    "LiveSink",
     "Observation",
     "Options",
     "RequestRecord",
@@ -30,6 +35,7 @@ __all__ = [
     "Sink",
     "StageRecord",
     "StepRecord",
+    "calls",
     "chosen",
     "finished",
     "inter_token",
@@ -58,6 +64,10 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class LiveSink(Sink, LiveSpans, Protocol):
+    """A sink whose spans for requests are alive while these run: it starts them, in the engine's front end."""
+
+
 @dataclass
 class Health:
     """What stagetrace counts about itself, over the life of a collector. The collector and exporters write it."""
@@ -76,6 +86,8 @@ class Options:
     otlp: str | None = None
     prometheus: str | None = None
     sample: float | None = None
+    #: The host's own, in whose process this collector then is: traces go there, and to nobody else.
+    tracer_provider: Any = None
     health: Health = field(default_factory=Health)
 
 
@@ -85,6 +97,7 @@ class Exporter:
 
     ``make`` returns None where neither options nor environment ask for it, and raises ValueError with one line for
     what cannot be done. ``formats`` are for ``stagetrace export``: name → what turns records into the file's lines.
+    ``live`` makes the sink that starts and ends spans of ``Options.tracer_provider``.
     """
 
     name: str
@@ -92,12 +105,17 @@ class Exporter:
     formats: Mapping[str, Callable[[Iterable[RequestRecord], RunRecord | None], Iterator[str]]] = field(
         default_factory=dict
     )
+    live: Callable[[Options], LiveSink] | None = None
+
+
+def calls(records: Iterable[RequestRecord]) -> list[list[RequestRecord]]:
+    """The newest of ``records`` of each sequence, by the call they belong to and in order."""
+    found: dict[tuple[str, str], dict[int, RequestRecord]] = {}
+    for record in records:
+        found.setdefault((record.trace_id, record.span_id), {})[record.sequence] = record
+    return [[call[sequence] for sequence in sorted(call)] for call in found.values()]
 
 
 def finished(records: Iterable[RequestRecord]) -> list[list[RequestRecord]]:
     """The calls among ``records`` that are over, each with its sequences in order."""
-    calls: dict[tuple[str, str], list[RequestRecord]] = {}
-    for record in records:
-        if record.status != "in_flight":
-            calls.setdefault((record.trace_id, record.span_id), []).append(record)
-    return [sorted(call, key=lambda record: record.sequence) for call in calls.values()]
+    return [call for call in calls(records) if all(record.status != "in_flight" for record in call)]

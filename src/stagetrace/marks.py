@@ -53,8 +53,8 @@ LEAVE = 38  # no longer in the batch: a = step
 UPDATE = 39  # key = step: a = update entered, b = rows
 TOKENS = 40  # a = step, b = tokens accepted (only where it is not one)
 PREEMPT = 41  # evicted
-FREE = 42  # t = before blocks are given back: a = finish code, b = output tokens, c = blocks held | blocks kept << 32,
-#            d = blocks freed
+FREE = 42  # t = before blocks are given back: a = finish code, b = output tokens (-1: not counted),
+#            c = blocks held | blocks kept << 32, d = blocks freed
 # Worker, keyed by step: a = start, b = end, c = 1 when the device runs on after the call returns.
 EXECUTE = 64
 FORWARD = 65

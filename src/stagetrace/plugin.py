@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from . import instrument, marks, parents, uninstrument
 from .clock import now
-from .context import Root, current, new_root, number
+from .context import Root, current, number
 from .guard import Guard
 from .hooks import HookGroup, HookSpec
 from .marks import key_of, signed
 from .propagation import chosen
+from .provider import Entered, begin, enter, leave
 from .runtime import Integration, activate, engine_starts, exported_share, recorder
 
 __all__ = [
     "OPTIONS",
+    "Entered",
     "Guard",
     "HookGroup",
     "HookSpec",
     "Integration",
     "Root",
     "activate",
+    "begin",
     "chosen",
     "current",
     "engine_starts",
+    "enter",
     "exported_share",
     "instrument",
     "key_of",
+    "leave",
     "marks",
-    "new_root",
     "now",
     "number",
     "parents",
@@ -36,4 +40,4 @@ __all__ = [
 ]
 
 #: What ``instrument`` takes.
-OPTIONS = ("store", "store_max", "otlp", "prometheus", "sample")
+OPTIONS = ("store", "store_max", "otlp", "prometheus", "sample", "tracer_provider")

@@ -14,6 +14,7 @@ from . import marks, session
 from .recorder import Recorder
 
 if TYPE_CHECKING:
+    from .collect.thread import CollectorThread
     from .hooks import HookGroup, Installer
 
 log = logging.getLogger("stagetrace")
@@ -51,6 +52,8 @@ class _State:
     fates: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] | None = None
     collector: Any = None
+    #: The collector, where it is a thread of this process.
+    thread: CollectorThread | None = None
     warned: bool = False
 
 
@@ -95,21 +98,28 @@ def deactivate() -> None:
     _state.installers.clear()
     _state.integrations.clear()
     _state.options = None
+    if _state.thread is not None:
+        thread, _state.thread = _state.thread, None
+        recorder.attach(None)
+        os.environ.pop(session.ENV, None)
+        thread.stop()
 
 
 def engine_starts() -> None:
     """Called by the hook that sees an engine being built: make the session and its collector if there is none."""
+    asked = _state.options or {"store": DEFAULT_STORE}
     if recorder.directory is not None:
+        if asked.get("tracer_provider") is not None and _state.thread is None:
+            asked["tracer_provider"] = None
+            log.warning("stagetrace: tracer_provider is not used: another process collects this session")
         return
     try:
         directory = session.create()
     except session.SessionError as error:
         _warn(str(error))
         return
-    from .collect.spawn import spawn
-
     try:
-        _state.collector = spawn(directory, _state.options or {"store": DEFAULT_STORE})
+        _collect(directory, asked)
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)
         _warn(f"the collector cannot be started: {error.strerror}")
@@ -117,6 +127,32 @@ def engine_starts() -> None:
     # Children find it here; only now, or they would record what nobody reads.
     os.environ[session.ENV] = str(directory)
     recorder.attach(directory)
+
+
+def _collect(directory: Path, asked: dict[str, Any]) -> None:
+    """Start the collector: a process beside this one, or a thread where it is to use a provider of ours."""
+    if asked.get("tracer_provider") is not None:
+        from .collect.thread import CollectorThread
+
+        try:
+            session.remove_stale()  # a thread leaves its session behind when its process is killed
+            thread = CollectorThread(directory, asked, _report)
+            thread.start()
+            _state.thread = thread
+            return
+        except Exception as error:  # whatever a provider of the host's own making does
+            log.warning("stagetrace: %s; recording goes on without it", error)
+    from .collect.spawn import spawn
+
+    _state.collector = spawn(directory, asked)
+
+
+def collector() -> str | None:
+    """Where this session's collector is: in a ``thread`` of this process, or another ``process``."""
+    directory = recorder.directory
+    if directory is None or not session.owner(directory):
+        return None
+    return "thread" if _state.thread is not None and session.owner(directory) == os.getpid() else "process"
 
 
 def exported_share() -> float | None:

@@ -26,7 +26,8 @@ REPO = Path(__file__).resolve().parents[2]
 EXAMPLES = REPO / "examples"
 ARGUMENTS = ("--served-model-name", "m", "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
 TESTED = {
-    "serve.sh", "client.py", "read_store.py", "otlp.sh", "offline.py", "async_engine.py", "Dockerfile",
+    "serve.sh", "client.py", "read_store.py", "otlp.sh", "offline.py", "async_engine.py", "own_provider.py",
+    "Dockerfile",
 }  # fmt: skip
 
 
@@ -87,6 +88,19 @@ def test_offline(starter: Starter, model: Path, tmp_path: Path) -> None:
     lines = python("offline.py", tmp_path, environment(starter, "plain_inproc"), str(model))
     assert [line[1] for line in lines if len(line) > 1 and line[1] == "ok"] == ["ok", "ok"]
     check_all(load(tmp_path / "traces.db").requests, complete=True)
+
+
+def test_own_provider(starter: Starter, model: Path, tmp_path: Path) -> None:
+    lines = python("own_provider.py", tmp_path, environment(starter, "plain_inproc"), str(model))
+    spans = {line[0]: (line[2], " ".join(line[5:])) for line in lines if len(line) > 5 and line[1] == "below"}
+    (batch,) = [span for span, (above, name) in spans.items() if name == "nightly batch"]
+    records = load(tmp_path / "traces.db").requests
+    check_all(records, complete=True)
+    assert {record.span_id: record.parent_span_id for record in records} == {
+        span: batch for span, (above, _) in spans.items() if above == batch
+    }
+    stages = sum(stage.duration_ms is not None for record in records for stage in record.stages)
+    assert len(records) == 2 and len(spans) == 1 + 2 + stages
 
 
 def test_async_engine(starter: Starter, model: Path, tmp_path: Path) -> None:

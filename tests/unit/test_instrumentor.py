@@ -7,6 +7,7 @@ from importlib.metadata import distribution, entry_points
 
 import pytest
 from opentelemetry.instrumentation.dependencies import get_dependency_conflicts, get_dist_dependency_conflicts
+from opentelemetry.sdk.trace import TracerProvider
 
 import stagetrace
 from stagetrace.plugin import OPTIONS
@@ -58,6 +59,17 @@ def test_it_is_loaded_where_an_engine_is() -> None:
     assert get_dist_dependency_conflicts(here) is None
     (entry,) = entry_points(group="opentelemetry_instrumentor", name="stagetrace")
     assert get_dependency_conflicts(entry.load()().instrumentation_dependencies()) is None
+
+
+@pytest.mark.parametrize("given", [None, TracerProvider(shutdown_on_exit=False)])
+def test_the_provider_that_instrumentors_are_given(
+    monkeypatch: pytest.MonkeyPatch, given: TracerProvider | None
+) -> None:
+    """`opentelemetry-instrument` gives none."""
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(otel, "instrument", lambda **options: asked.append(options))
+    otel.StagetraceInstrumentor()._instrument(tracer_provider=given, meter_provider=None)
+    assert asked == [{"tracer_provider": given}]
 
 
 def test_it_takes_what_instrument_takes() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextvars import Context
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_concurrent_requests_keep_their_roots(recorder: Recorder, directory: Pat
         inside = current.get()
         assert await asyncio.to_thread(tokenizes, digit) is inside
         roots.direct_left(state, None, None)
-        return digit, state[0], inside
+        return digit, state.root, inside
 
     def tokenizes(digit: str) -> Root | None:
         """What a thread that has inherited nothing works for."""
@@ -136,12 +136,43 @@ def test_of_an_exception_the_class_is_kept_and_never_the_message(recorder: Recor
     assert not [m for m in written(directory) if isinstance(m, TextMark) and "secret" in m.text]
 
 
-def test_a_request_in_pieces_is_left_to_the_hand_over(recorder: Recorder, directory: Path) -> None:
-    async def pieces() -> object:
+def test_a_request_in_pieces_is_one_call_from_its_first_piece_on(
+    recorder: Recorder, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_hooks, "recorder", recorder)
+
+    async def pieces() -> AsyncGenerator[str]:
         yield "piece"
 
-    assert roots.direct_entered(None, "id", pieces(), headers("a")) is None
-    assert written(directory) == []
+    async def hand_over(name: str) -> Root | None:
+        """The engine's task for it: two pieces, and the word that there are no more."""
+        assert current.get() is None
+        for prompt in ((1, 2), (3, 4, 5), (0,)):
+            await asyncio.sleep(0)
+            api_hooks.handed_over(None, Request(name, prompt), None, 0)
+        return current.get()
+
+    async def session(digit: str) -> Root | None:
+        state = roots.direct_entered(None, digit, pieces(), headers(digit))
+        task = asyncio.create_task(hand_over(f"r-{digit}"))
+        roots.direct_left(state, None, None)
+        assert not roots.in_pieces()
+        return await task
+
+    async def both() -> list[Root | None]:
+        return await asyncio.gather(session("a"), session("b"))
+
+    found = asyncio.run(both())
+    assert current.get() is None
+    for root, digit in zip(found, "ab", strict=True):
+        assert root is not None and root.sequences == [marks.key_of(f"r-{digit}")]
+        assert parent_of(directory, root) == [headers(digit)["traceparent"]]
+    kinds = [m.kind for m in written(directory) if isinstance(m, Mark)]
+    assert (kinds.count(marks.ROOT), kinds.count(marks.ADD)) == (2, 2)
+    state = roots.direct_entered(None, "id", pieces(), None)
+    roots.direct_failed(state, None, ValueError())
+    assert not roots.in_pieces()
+    assert [m.kind for m in written(directory) if isinstance(m, Mark)] == kinds, "refused before there was a request"
 
 
 def test_a_request_s_headers(recorder: Recorder, directory: Path) -> None:

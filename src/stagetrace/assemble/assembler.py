@@ -45,13 +45,16 @@ class Assembler:
             self.periods.note(step)
         return fresh
 
-    def finished(self, now: int, closing: bool = False) -> list[RequestRecord]:
-        """Records of every call that is complete (all of them when ``closing``), which are then forgotten."""
+    def finished(self, now: int, closing: bool = False, over: bool = True) -> list[RequestRecord]:
+        """Records of every call that is complete (all of them when ``closing``), which are then forgotten.
+
+        ``over``: what had not ended by the closing never will; else it is in flight.
+        """
         done: list[RequestRecord] = []
         for root in list(self.book.roots.values()):
             gone = not self._alive(root.pid) or self._lost(root, now)
             if closing or self._settled(root, now, gone):
-                done += self.records(root, dead=gone or closing)
+                done += self.records(root, dead=gone or (closing and over))
                 self.book.forget(root, name_of(root))
         return done
 

@@ -130,7 +130,7 @@ class Case:
         s = self.sequence
         if s is None:
             return None
-        if s.free is not None and s.stopped is None:
+        if s.free is not None and s.stopped is None and s.free.b >= 0:
             return s.free.b
         return sum(turn.generated for turn in self.turns) if s.enqueued is not None else None
 

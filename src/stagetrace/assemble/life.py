@@ -35,7 +35,7 @@ def turns(
     found: list[Turn] = []
     generated = 0
     prompt = max(sequence.added.b, 0) if sequence.added else 0
-    limit = sequence.free.b if sequence.free else None
+    limit = sequence.free.b if sequence.free and sequence.free.b >= 0 else None
     until = min(window[1], sequence.free.t) if sequence.free else window[1]
     for step, tokens, computed, blocks in _scheduled(book, sequence):
         if step.schedule_ns[1] > until:

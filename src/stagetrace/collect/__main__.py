@@ -11,11 +11,10 @@ import time
 from pathlib import Path
 
 from .. import session
-from ..exporting import Options, Sink
-from ..store import StoreError, StoreWriter
+from ..exporting import Options
+from . import sinks
 from .loop import Collector
-from .sink import NoStore, StoreSink, say
-from .sinks import ExportError, build
+from .sink import say
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,9 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     asked = Options(options.otlp, options.prometheus, options.sample)
-    store = _store(options.store, options.store_max)
-    sinks: list[Sink] = [*([store] if store else []), *_exporters(asked)]
-    collector = Collector(directory, sinks, asked.health)
+    into = sinks.opened(options.store, options.store_max, asked, os.environ, say)
+    collector = Collector(directory, into, asked.health)
     try:
         _collect(collector, parent)
         collector.close()
@@ -50,30 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"recording has ended ({type(error).__name__}: {error}); serving goes on")
         return 70
     finally:
-        for sink in reversed(sinks):
+        for sink in reversed(into):
             sink.close()
         shutil.rmtree(directory, ignore_errors=True)
         os.close(lock)
     return 0
-
-
-def _store(path: str | None, max_bytes: int) -> StoreSink | NoStore | None:
-    if path is None:
-        return None
-    try:
-        return StoreSink(StoreWriter(path, max_bytes), say)
-    except StoreError as error:
-        say(f"{error}; nothing will be stored")
-        return NoStore(os.path.abspath(path), str(error))
-
-
-def _exporters(asked: Options) -> list[Sink]:
-    """The engine is being built already: what cannot be exported is said, and the rest goes on."""
-    try:
-        return build(asked, os.environ, say)
-    except ExportError as error:
-        say(f"{error}; nothing will be exported")
-        return []
 
 
 def _collect(collector: Collector, parent: int) -> None:

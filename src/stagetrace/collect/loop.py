@@ -74,12 +74,15 @@ class Collector:
         """Threads that got no ring because their process had too many."""
         return self._refused + sum(ring.refused() for ring in self.rings.values())
 
-    def close(self) -> None:
-        """Read the rings to their end, settle every call, and write it all out."""
+    def close(self, over: bool = True) -> None:
+        """Read the rings to their end, settle every call, and write it all out.
+
+        ``over``: the engine is gone, and with it what still ran; else that is handed on as it is, in flight.
+        """
         self._discover()
         for ring in self.rings.values():
             self._read(ring, final=True)
-        self._hand_on(closing=True)
+        self._hand_on(closing=True, over=over)
         for name in list(self.rings):
             self._put_away(name)
         if self._lost or self._refused:
@@ -108,7 +111,11 @@ class Collector:
             count += 1
         return count
 
-    def _hand_on(self, closing: bool, asked: str = "") -> None:
+    def owes(self, stamp_ns: int) -> bool:
+        """Whether a call that had ended by then is still to be written out."""
+        return any(root.end and root.end.t <= stamp_ns for root in self.assembler.book.roots.values())
+
+    def _hand_on(self, closing: bool, asked: str = "", over: bool = True) -> None:
         now = time.monotonic_ns()
         snapshot = now - self._snapshot_at > SNAPSHOT_NS
         if snapshot or closing:
@@ -118,11 +125,11 @@ class Collector:
             self.assembler.forget(now)
             self._take_stock()
         steps = self.assembler.steps()
-        done = self.assembler.finished(now, closing)
+        done = self.assembler.finished(now, closing, over)
         self.requests += len(done)
         running = self._running(now) if snapshot and not closing else []
         self._run_changed(bool(steps or done or running))
-        wanted = asked and not self._owes(asked)
+        wanted = asked and not self.owes(int(asked))
         for sink in self.sinks:
             if steps:
                 sink.steps(steps)
@@ -156,10 +163,6 @@ class Collector:
         except OSError:
             return ""
         return stamp if stamp.isdecimal() and stamp != self._flushed else ""
-
-    def _owes(self, stamp: str) -> bool:
-        """Whether a call that had ended by then is still to be written out."""
-        return any(root.end and root.end.t <= int(stamp) for root in self.assembler.book.roots.values())
 
     def _bury(self) -> None:
         """Note which writers are gone, after reading their rings to the end; those take up memory no longer."""

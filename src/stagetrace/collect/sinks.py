@@ -1,13 +1,16 @@
-"""Which exporters run in this collector: every installed one is asked."""
+"""Where the records of a collector go: the store, and every installed exporter that is asked for."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 
-from ..exporting import Exporter, Options, RequestRecord, RunRecord, Say, Sink, StepRecord
+from ..exporting import Exporter, LiveSink, Options, RequestRecord, RunRecord, Say, Sink, StepRecord
+from ..store import StoreError, StoreWriter
+from .sink import NoStore, StoreSink
 
 GROUP = "stagetrace.exporters"
 
@@ -23,6 +26,33 @@ def exporters(say: Say) -> Iterator[Exporter]:
             yield entry.load()
         except Exception as error:  # one plug-in's failure stays its own
             say(f"exporter {entry.name} not loaded ({type(error).__name__})")
+
+
+def opened(store: str | None, store_max: int, options: Options, environment: Mapping[str, str], say: Say) -> list[Sink]:
+    """What can be had of that. The engine is being built already: what cannot be is said, and the rest goes on."""
+    sinks: list[Sink] = []
+    if store is not None:
+        try:
+            sinks.append(StoreSink(StoreWriter(store, store_max), say))
+        except StoreError as error:
+            say(f"{error}; nothing will be stored")
+            sinks.append(NoStore(os.path.abspath(store), str(error)))
+    try:
+        sinks += build(options, environment, say)
+    except ExportError as error:
+        say(f"{error}; nothing will be exported")
+    return sinks
+
+
+def live(options: Options, say: Say) -> LiveSink:
+    """What makes spans of ``options.tracer_provider``; ExportError if nothing can."""
+    for exporter in exporters(say):
+        if exporter.live:
+            try:
+                return exporter.live(options)
+            except Exception as error:
+                raise ExportError(f"tracer_provider cannot be used ({type(error).__name__}: {error})") from error
+    raise ExportError("tracer_provider: the exporter that can use it is not installed")
 
 
 def build(options: Options, environment: Mapping[str, str], say: Say) -> list[Sink]:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -137,7 +137,7 @@ def run(options: Options, progress: Progress) -> Outcome:
                     each.endpoint.die()
             progress.tick()
         for each in fed:
-            end(each)
+            end([each])
         return summarise(fed, options.minutes)
 
 
@@ -165,9 +165,17 @@ def feeding(kind: Kind, folder: Path, rate: float = RATE, **variables: str) -> I
             process.wait()
 
 
-def end(each: Fed) -> None:
-    """Tell it to end and wait until it has; RuntimeError if it has not after a while, or not as its server has."""
-    each.process.terminate()
+def end(fed: Sequence[Fed]) -> None:
+    """Tell them to end, and wait until they have. ``exit_s`` is exact for the first of them."""
+    for each in fed:
+        # Once: a second signal may meet an interpreter that has taken its handlers down already.
+        each.process.terminate()
+    for each in fed:
+        _ended(each)
+
+
+def _ended(each: Fed) -> None:
+    """Wait for it; RuntimeError if it is still there after a while, or its exit code is not its server's."""
     until = time.monotonic() + PATIENCE_S
     before = starved = 0.0
     while each.process.poll() is None:

@@ -29,9 +29,7 @@ def fed(base: Path, tmp_path: Path) -> list[Fed]:
             if each.kind.behaviour != GOOD:
                 wait_until(lambda each=each: each.counted()[1], f"{each.kind.name}: the drops are on the metrics page")
             each.sample()
-            each.process.terminate()
-        for each in fed:
-            end(each)
+        end(fed)
         return fed
 
 

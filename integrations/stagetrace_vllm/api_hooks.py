@@ -26,6 +26,8 @@ from .asgi import Shell
 from .held import hold, parts, release, root_of
 from .roots import root_now
 
+#: Longest id that is kept: a client's own, at most 128, with what the engine puts around it.
+ID_CHARACTERS = 160
 #: A call, and what it holds until it is released.
 Held = tuple[Root, list[int]]
 #: What a beam search adds to the id of the request it belongs to.
@@ -53,6 +55,8 @@ def handler_entered(_serving: Any, request: Any) -> None:
     limit = limit or getattr(request, "max_output_tokens", None) or -1
     n = getattr(request, "n", None) or 1
     recorder.mark(marks.HANDLER, root.number, root.received_bytes, root.streams, n, limit)
+    if getattr(request, "background", None):
+        recorder.mark(marks.BACKGROUND, root.number)
 
 
 def pooling_entered(serving: Any, request: Any) -> Held | None:
@@ -121,8 +125,8 @@ def handed_over(processor: Any, request: Any, parent_req: Any, request_index: An
     params = request.sampling_params
     limit = -1 if params is None else params.max_tokens or 0
     recorder.mark(marks.ADD, root.number, signed(sequence), prompt_tokens(request), limit, request_index or 0)
-    recorder.text(marks.INTERNAL_ID, sequence, request.request_id)
-    recorder.text(marks.EXTERNAL_ID, root.number, response_id(request, root))
+    _name(marks.INTERNAL_ID, sequence, request.request_id)
+    _name(marks.EXTERNAL_ID, root.number, response_id(request, root))
     if params is not None:
         grammar = int(getattr(params, "structured_outputs", None) is not None)
         temperature, top_p = round(params.temperature * 1e6), round(params.top_p * 1e6)
@@ -151,6 +155,12 @@ def response_id(request: Any, root: Root) -> str:
         answered, _, last = external.rpartition(root.numbered)
         return answered if last.isdecimal() else external
     return answered
+
+
+def _name(field: int, key: int, identifier: str) -> None:
+    """Keep an id. A client may have chosen it: one that is over-long or unprintable is nobody's name."""
+    if len(identifier) <= ID_CHARACTERS and identifier.isprintable():
+        recorder.text(field, key, identifier)
 
 
 def outputs_entered(_processor: Any, outputs: Any, timestamp: Any) -> tuple[int, int, int]:
@@ -218,8 +228,8 @@ GROUPS = (
         HookSpec("vllm.v1.engine.input_processor:InputProcessor.process_inputs", roots.prompt_entered,
                  roots.prompt_left, roots.prompt_left, takes=("request_id",)),
     ), optional=True),
-    HookGroup("http", ("http_receive", "detokenize", "teardown"), (
-        HookSpec("fastapi.applications:FastAPI.build_middleware_stack", leave=shell, replaces=True, pausable=False),
+    HookGroup("http", ("http_receive", "chat_template", "tokenize", "detokenize", "decode", "teardown"), (
+        HookSpec(roots.APPLICATION, leave=shell, replaces=True, pausable=False),
     )),
     _handler("chat", f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.create_chat_completion",
              stages=("http_receive",)),
@@ -245,8 +255,10 @@ GROUPS = (
     HookGroup("tokenizer_pool", (), (
         HookSpec(f"{_RENDERER}._tokenize_prompt", tokenizer_took, takes=("prompt",)),
     ), optional=True),
-    HookGroup("join", ("admission", "detokenize", "decode", "teardown"), (
-        HookSpec(f"{_OUTPUTS}.add_request", handed_over, takes=("request", "parent_req", "request_index")),
+    HookGroup("join", (
+        "admission", "kv_allocate", "embedding", "prefill", "lm_head", "sample", "detokenize", "decode", "teardown",
+    ), (
+        HookSpec(roots.HAND_OVER, handed_over, takes=("request", "parent_req", "request_index")),
         HookSpec(f"{_OUTPUTS}.process_outputs", outputs_entered, outputs_left,
                  takes=("engine_core_outputs", "engine_core_timestamp")),
         HookSpec(f"{_OUTPUTS}.abort_requests", aborting, takes=("request_ids", "internal")),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, NamedTuple
 
-from stagetrace.plugin import Guard, Root, enter, leave, marks, parents, recorder
+from stagetrace.plugin import Guard, Root, enter, leave, marks, parents, recorder, report
 
 from . import roots
 
@@ -35,8 +35,10 @@ ROUTES = {
 }  # fmt: skip
 #: Nothing else of a request's headers is read.
 HEADERS = {name.encode("ascii"): name for name in parents.LIMITS}
+#: How a stream begins to say that it has failed, when it is too late for a status.
+FAILURE = (b'data: {"error"', b"event: error")
 
-guard = Guard("asgi")
+guard = Guard(roots.APPLICATION, report)
 
 
 class Shell:
@@ -84,13 +86,22 @@ def begin(scope: Scope, receive: Receive, send: Send) -> Watch | None:
 
 
 def texts(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Those of a request's headers that are ours to read."""
-    found: dict[str, str] = {}
+    """Those of a request's headers that are ours to read.
+
+    Of several ids the first is what the engine goes by. Several parents are none, and several states one: so says the
+    specification. What is over-long, unprintable or empty is nobody's.
+    """
+    given: dict[str, list[bytes]] = {}
     for name, value in headers:
         key = HEADERS.get(name.lower())
-        # The first of a repeated header wins.
-        if key is not None and parents.kept(key, text := value.decode("latin-1")):
-            found.setdefault(key, text)
+        if key is not None:
+            given.setdefault(key, []).append(value)
+    found: dict[str, str] = {}
+    for key, values in given.items():
+        text = (b",".join(values) if key == "tracestate" else values[0]).decode("latin-1")
+        several = key == "traceparent" and len(values) > 1
+        if text.strip() and parents.kept(key, text) and not several:
+            found[key] = text
     return found
 
 
@@ -130,9 +141,12 @@ class Watch:
         root = self.root
         body = message.get("body") or b""
         self._complete = not message.get("more_body", False)
-        if root.streams and not root.text_sent and has_text(body):
-            root.text_sent = True
-            recorder.mark(marks.FIRST_TEXT, root.number)
+        if root.streams:
+            if body.startswith(FAILURE):
+                recorder.mark(marks.FAILED, root.number, named_status(body))
+            elif not root.text_sent and has_text(body):
+                root.text_sent = True
+                recorder.mark(marks.FIRST_TEXT, root.number)
         recorder.mark(marks.SENT, root.number, len(body))
 
     def end(self, raised: BaseException | None = None) -> None:
@@ -141,6 +155,14 @@ class Watch:
             roots.end(self.root, raised)
         except Exception as error:
             guard.failed(error)
+
+
+def named_status(chunk: bytes) -> int:
+    """The HTTP status that a stream would have had, had it failed before it began."""
+    event = next((line[6:] for line in chunk.splitlines() if line.startswith(b"data: {")), b"{}")
+    error = json.loads(event).get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
 
 
 def has_text(chunk: bytes) -> bool:

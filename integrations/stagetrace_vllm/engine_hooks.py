@@ -240,7 +240,9 @@ GROUPS = (
     HookGroup("arrive", (), (
         HookSpec("vllm.v1.engine.core:EngineCore.preprocess_add_request", arrived, takes=("request",)),
     )),
-    HookGroup("schedule", ("admission", "prefill", "decode", "teardown"), (
+    HookGroup("schedule", (
+        "admission", "embedding", "prefill", "lm_head", "sample", "detokenize", "decode", "teardown",
+    ), (
         HookSpec(f"{_SCHEDULER}.__init__", leave=scheduler_built, pausable=False),
         HookSpec(f"{_SCHEDULER}.add_request", enqueued, takes=("request",)),
         HookSpec(f"{_SCHEDULER}.schedule", schedule_entered, scheduled),

@@ -14,9 +14,26 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from stagetrace import plugin
-from stagetrace.plugin import Entered, Root, chosen, current, enter, leave, marks, now, parents, recorder, signed
+from stagetrace.plugin import (
+    Entered,
+    Root,
+    chosen,
+    current,
+    enter,
+    leave,
+    marks,
+    now,
+    parents,
+    recorder,
+    signed,
+    troubled,
+)
 
 Headers = Mapping[str, str]
+#: The hook that puts our layer around an application.
+APPLICATION = "fastapi.applications:FastAPI.build_middleware_stack"
+#: The hook that sees a call become the engine's.
+HAND_OVER = "vllm.v1.engine.output_processor:OutputProcessor.add_request"
 #: ``marks.OPERATIONS``: of a call that did not come over HTTP.
 _GENERATE = 3
 
@@ -78,7 +95,7 @@ def end(root: Root, raised: BaseException | None = None) -> None:
     """Note that the call is over."""
     if raised is not None:
         recorder.text(marks.ERROR, root.number, marks.class_of(raised))
-    recorder.mark(marks.END, root.number, raised is not None)
+    recorder.mark(marks.END, root.number, raised is not None, not root.sequences and troubled(HAND_OVER))
 
 
 def headers_of(root: Root, share: float | None) -> dict[str, str] | None:
@@ -114,6 +131,11 @@ def root_now() -> Root | None:
     return call.roots[-1]
 
 
+def stranger() -> tuple[int, int]:
+    """(kind, operation) of a request without a root: a program's own, unless a call has gone unwatched here."""
+    return (marks.UNWATCHED, 0) if troubled(APPLICATION) else (marks.DIRECT, _GENERATE)
+
+
 def handed_over() -> None:
     """The engine has all sequences of the current prompt: offline, what turns up next is another one."""
     if _offline.call is not None:
@@ -131,15 +153,19 @@ def direct_entered(_engine: Any, request_id: Any, prompt: Any, trace_headers: An
     if root is not None:
         adopt(root, parents.of_headers(trace_headers))
         return None
-    root = begin(marks.DIRECT, headers=trace_headers)
+    root = begin(*stranger(), headers=trace_headers)
     _at_the_door[request_id] = root
     return AtTheDoor(root, partial(_leave, enter(root), request_id))
 
 
 def direct_left(state: AtTheDoor | None, _engine: Any, _result: Any) -> None:
     """The engine has it; its end is that of its last output."""
-    if state is not None:
-        state.leave()
+    if state is None:
+        return
+    if state.root is not None and not state.root.sequences:
+        # The hand-over went unseen, and nothing more will be heard of it.
+        recorder.mark(marks.END, state.root.number, 0, 1)
+    state.leave()
 
 
 def direct_failed(state: AtTheDoor | None, _engine: Any, error: BaseException) -> None:
@@ -168,7 +194,7 @@ def root_of(request: Any) -> Root:
     root = root_now()
     if root is None:
         pieces = _pieces.get()
-        root = begin(marks.DIRECT, headers=request.trace_headers or pieces)
+        root = begin(*stranger(), headers=request.trace_headers or pieces)
         if pieces is not None:  # the task that hands the pieces over does nothing else, and ends with them
             current.set(root)
     return root

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stagetrace.plugin import HookGroup, HookSpec, marks, now, recorder
+from stagetrace.plugin import Guard, HookGroup, HookSpec, marks, now, recorder, report
 
 
 class Step:
@@ -24,6 +24,10 @@ class Step:
 
 step = Step()
 _handles: list[Any] = []
+_WORKER = "vllm.v1.worker.gpu_worker:Worker"
+_LOAD = f"{_WORKER}.load_model"
+#: For what PyTorch calls: it would pass on to the model what our functions raise.
+guard = Guard(_LOAD, report)
 
 
 def reports(worker: Any) -> bool:
@@ -125,8 +129,8 @@ def model_loaded(_state: Any, worker: Any, _result: Any) -> None:
 
     for module in worker.model_runner.get_model().modules():
         if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
-            _handles.append(module.register_forward_pre_hook(_embedding_entered))
-            _handles.append(module.register_forward_hook(_embedding_left))
+            _handles.append(module.register_forward_pre_hook(guard.contain(_embedding_entered)))
+            _handles.append(module.register_forward_hook(guard.contain(_embedding_left)))
             return
 
 
@@ -151,7 +155,6 @@ def _interval(kind: int, start: int, end: int) -> None:
         recorder.mark(kind, step.number, start, end, step.device_async)
 
 
-_WORKER = "vllm.v1.worker.gpu_worker:Worker"
 _V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _SAMPLER = "vllm.v1.worker.gpu.sample.sampler:Sampler.__call__"
@@ -161,14 +164,14 @@ GROUPS = (
     HookGroup("worker", ("embedding", "prefill", "lm_head", "sample"), (
         HookSpec(f"{_WORKER}.execute_model", execute_entered, execute_left, takes=("scheduler_output",)),
         HookSpec(f"{_WORKER}.sample_tokens", sample_call_entered, sample_call_left),
-        HookSpec(f"{_WORKER}.load_model", leave=model_loaded, pausable=False),
+        HookSpec(_LOAD, leave=model_loaded, pausable=False),
     )),
-    HookGroup("v1_runner", ("prefill", "lm_head", "sample"), (
+    HookGroup("v1_runner", ("embedding", "prefill", "lm_head", "sample"), (
         HookSpec(f"{_V1}._model_forward", v1_forward_entered, v1_forward_left),
         HookSpec(f"{_V1}.execute_model", leave=v1_execute_left),
         HookSpec(f"{_V1}._sample", sampler_entered, sampler_left),
     ), optional=True),
-    HookGroup("v2_runner", ("prefill", "lm_head", "sample"), (
+    HookGroup("v2_runner", ("embedding", "prefill", "lm_head", "sample"), (
         HookSpec("vllm.v1.worker.gpu.async_utils:StepTimingCollector.forward_start", v2_forward_entered,
                  otherwise=("vllm.v1.worker.gpu.kv_connector:KVConnector.pre_forward",)),
         HookSpec(f"{_V2}.execute_model", leave=v2_execute_left),

@@ -39,7 +39,9 @@ STATUS = 12  # response started: a = HTTP status
 FIRST_TEXT = 13  # first generated text sent: t = send done
 SENT = 14  # a body chunk sent: a = bytes
 DISCONNECT = 15  # the client went away
-END = 16  # the call returned: a = 1 when it raised
+END = 16  # the call returned: a = 1 when it raised, b = 1 when nobody saw what became of it in the engine
+FAILED = 17  # a stream said that it has failed: a = the HTTP status it names
+BACKGROUND = 18  # it is to be answered before the engine has done it
 # Engine core, keyed by sequence unless said otherwise.
 ARRIVE = 32  # request decoded
 ENQUEUE = 33  # handed to the scheduler: a = waiting, b = running, c = 1 while its grammar is being compiled
@@ -66,8 +68,9 @@ EMBEDDING = 69  # d = rows
 # Fields of text records. Key = root, sequence, or 0 for the process itself.
 TRACEPARENT, TRACESTATE, CLIENT_ID, ROUTE, MODEL, EXTERNAL_ID, INTERNAL_ID, ENGINE, HOOK, ERROR = range(1, 11)
 
-#: Where a root comes from: an HTTP call, an offline call, or code that holds the engine itself.
-HTTP, OFFLINE, DIRECT = range(3)
+#: Where a root comes from: an HTTP call, an offline call, code that holds the engine itself, or an HTTP call that our
+#: layer around the application has failed to watch, so that it is known from the engine's door on only.
+HTTP, OFFLINE, DIRECT, UNWATCHED = range(4)
 OPERATIONS = {
     1: "chat", 2: "text_completion", 3: "generate_content", 4: "embeddings",
     5: "pooling", 6: "classify", 7: "score", 8: "rerank",

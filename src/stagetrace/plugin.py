@@ -10,7 +10,7 @@ from .hooks import HookGroup, HookSpec
 from .marks import key_of, signed
 from .propagation import chosen
 from .provider import Entered, begin, enter, leave
-from .runtime import Integration, activate, engine_starts, exported_share, recorder
+from .runtime import Integration, activate, engine_starts, exported_share, recorder, report, troubled
 
 __all__ = [
     "OPTIONS",
@@ -35,7 +35,9 @@ __all__ = [
     "number",
     "parents",
     "recorder",
+    "report",
     "signed",
+    "troubled",
     "uninstrument",
 ]
 

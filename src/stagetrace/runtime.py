@@ -74,13 +74,16 @@ def activate(integration: Integration) -> None:
             # What was half imported the last time may be whole by now.
             _state.installers[integration.name].install()
             return
+        # Some hosts set the root logger to ERROR, and nobody would hear what we say once.
+        if log.level == logging.NOTSET:
+            log.setLevel(logging.WARNING)
         directory = session.current()
         if recorder.directory != directory:
             recorder.attach(directory)
         recorder.on_first_ring = _greet
         from .hooks import Installer
 
-        installer = Installer(integration.hooks, recorder.paused, _report)
+        installer = Installer(integration.hooks, recorder.paused, report)
         _state.installers[integration.name] = installer
         _state.integrations[integration.name] = integration
         installer.install()
@@ -136,7 +139,7 @@ def _collect(directory: Path, asked: dict[str, Any]) -> None:
 
         try:
             session.remove_stale()  # a thread leaves its session behind when its process is killed
-            thread = CollectorThread(directory, asked, _report)
+            thread = CollectorThread(directory, asked, report)
             thread.start()
             _state.thread = thread
             return
@@ -179,11 +182,16 @@ def states() -> dict[str, dict[str, str]]:
     return {name: dict(installer.states) for name, installer in _state.installers.items()}
 
 
-def _report(target: str, state: str) -> None:
+def report(target: str, state: str) -> None:
     """Tell the collector of a hook's fate, once this process has something to record at all."""
     _state.fates[target] = state
     if recorder.recording:
         recorder.text(marks.HOOK, 0, f"{target} {state}")
+
+
+def troubled(target: str) -> bool:
+    """Whether a hook has failed in this process."""
+    return _state.fates.get(target, "").startswith(("failing", "removed"))
 
 
 def _greet() -> None:

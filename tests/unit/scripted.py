@@ -284,6 +284,7 @@ class Script:
                 seq.truth["tokenize"] = (seen[marks.TOKENIZE], seen[marks.TOKENIZED] - seen[marks.TOKENIZE])
 
         if ask.background is not None:
+            self._mark(MAIN, t, marks.BACKGROUND, root.number)
             self._answer(root, t + ask.background, 200)
 
     def _answer(self, root: Root, t: int, status: int) -> None:

@@ -158,6 +158,85 @@ def test_an_api_server_that_dies() -> None:
     assert [r.error_type for r in records] == [None, "process_ended", "process_ended"]
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_that_outlives_its_api_server(stream: bool) -> None:
+    """What it goes on to make reaches nobody, and its end is not the request's."""
+    whole = Script().run(Ask(output=50, stream=stream))
+    script = Script().run(Ask(output=50, stream=stream))
+    script.kill(60 * MS, API)
+    record = script.records()[0]
+    check_all([record])
+    assert (record.status, record.finish_reason, record.active_stage) == ("error", None, "decode")
+    processed = sum(1 for t, _, mark in script.written if getattr(mark, "kind", 0) == marks.OUTPUTS)
+    assert 0 < processed < 50
+    assert record.output_tokens == len(record.token_times_ms) == processed
+    assert (record.e2e_ms, record.stage("decode").state) == (None, "not_reached")
+    # Had it died after the last token, the request would have ended in its teardown.
+    whole.kill(max(t for t, _, mark in whole.written if getattr(mark, "kind", 0) == marks.OUTPUTS), API)
+    record = whole.records()[0]
+    check_all([record])
+    assert (record.status, record.active_stage, record.output_tokens) == ("error", "teardown", 50)
+
+
+def test_an_http_call_that_is_known_from_the_engines_door_on_only() -> None:
+    """Neither its beginning nor its end was seen, nor whether its text was streamed: no number counts from there."""
+    script = Script().run(Ask(kind="direct"), Ask(kind="direct", output=90, abort_at=40 * MS))
+    script.change(marks.ROOT, lambda mark: mark._replace(c=0, d=marks.UNWATCHED))
+    records = script.records()
+    check_all(records)
+    assert [(r.status, r.active_stage) for r in records] == [("ok", None), ("aborted", "decode")]
+    unseen = ["http_receive", "chat_template", "tokenize", "detokenize", "decode", "teardown"]
+    assert [s.key for s in records[0].stages if s.state == "not_observable"] == unseen
+    assert [s.key for s in records[1].stages if s.state == "not_observable"] == unseen[:4]
+    for record in records:
+        assert (record.operation, record.e2e_ms, record.ttft_ms) == ("unknown", None, None)
+    assert records[0].output_tokens == len(records[0].token_times_ms) == 6
+
+
+def test_a_call_whose_hand_over_went_unseen() -> None:
+    """Where it was when it was given up, nobody knows."""
+    script = Script().run(Ask(), Ask(output=90, abort_at=40 * MS), Ask(kind="direct"))
+    for at, root in ((MS, script.roots[2]),):
+        script.written.append((at, MAIN, Mark(at, marks.END, root.number, 0, 0, 0, 0)))
+    script.change(marks.END, lambda mark: mark._replace(b=1))
+    records = script.records(drop=kinds(marks.ADD))
+    check_all(records)
+    assert [(r.status, r.active_stage) for r in records] == [("ok", None), ("aborted", None), ("ok", None)]
+    for record in records[:2]:
+        assert [s.state for s in record.stages] == ["measured"] * 3 + ["not_observable"] * 9
+    # That the engine has taken it is all that was seen of the last one's end.
+    assert records[2].e2e_ms is None
+
+
+def test_given_up_while_it_decodes_though_no_output_was_seen_coming_back() -> None:
+    script = Script().run(Ask(output=90, stream=False, abort_at=40 * MS))
+    record = script.records(drop=kinds(marks.OUTPUTS))[0]
+    check_all([record])
+    assert (record.status, record.active_stage) == ("aborted", "decode")
+    assert record.stage("detokenize").state == "not_observable"
+
+
+def test_a_stream_that_says_it_has_failed() -> None:
+    """Its status was 200 by then; the engine may be well, and may never have had the request."""
+    script = Script().run(Ask(output=90, abort_at=30 * MS), Ask(refuse="parameters"))
+    script.written = [w for w in script.written if getattr(w[2], "kind", None) not in (marks.DISCONNECT, marks.STATUS)]
+    for root in script.roots:
+        for t, kind, status in ((root.started + MS, marks.STATUS, 200), (root.ended, marks.FAILED, 400)):
+            script.written.append((t, MAIN, Mark(t, kind, root.number, status, 0, 0, 0)))
+    records = script.records()
+    check_all(records)
+    assert [(r.status, r.active_stage) for r in records] == [("error", "decode"), ("error", "tokenize")]
+    assert [(r.http_status, r.error_type) for r in records] == [(200, "400"), (200, "400")]
+
+
+def test_a_freeing_that_went_unseen_keeps_no_answered_call_open() -> None:
+    """The engine is idle from then on, so no step says that the request has left it."""
+    record = Script().run(Ask()).records(drop=kinds(marks.FREE, marks.LEAVE))[0]
+    check_all([record])
+    assert (record.status, record.stage("detokenize").state) == ("ok", "measured")
+    assert {record.stage("decode").state, record.stage("teardown").state} == {"not_observable"}
+
+
 def test_an_exception_that_leaves_the_application() -> None:
     script = Script().run(Ask(output=90, abort_at=30 * MS))
     script.written = [w for w in script.written if getattr(w[2], "kind", None) != marks.DISCONNECT]

@@ -167,15 +167,18 @@ def test_who_holds_the_engine_is_not_done_before_the_front_end_is() -> None:
     assert record.ttft_ms is not None and record.e2e_ms == record.ttft_ms
 
 
-def test_closing_hands_everything_on() -> None:
+@pytest.mark.parametrize(("dead", "status"), [((), "in_flight"), ((API,), "error")])
+def test_closing_hands_everything_on(dead: tuple[int, ...], status: str) -> None:
+    """The recording may end before the server does."""
     script = Script().run(Ask(), Ask(output=90))
+    script.dead.update(dead)
     assembler = script.assembler()
     for mark, pid in script.read():
         if mark.t < 25 * MS:
             assembler.take(mark, pid)
     records = assembler.finished(25 * MS, closing=True)
     check_all(records)
-    assert [(r.status, r.active_stage) for r in records] == [("ok", None), ("error", "decode")]
+    assert [(r.status, r.active_stage) for r in records] == [("ok", None), (status, "decode")]
     assert not assembler.book.roots and not assembler.book.sequences
 
 

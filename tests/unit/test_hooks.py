@@ -208,6 +208,22 @@ def test_what_is_told_of_a_failing_hook(caplog: pytest.LogCaptureFixture) -> Non
     assert len(caplog.records) == 1
 
 
+def test_what_is_called_without_a_wrapper_is_contained() -> None:
+    guard = Guard("hook")
+    calls: list[object] = []
+
+    def ours(value: object) -> None:
+        calls.append(value)
+        raise ValueError("a prompt")
+
+    contained = guard.contain(ours)
+    for value in range(3 * MAX_FAILURES):
+        assert contained(value) is None
+    assert calls == list(range(MAX_FAILURES)) and guard.off
+    with pytest.raises(KeyboardInterrupt):
+        Guard("hook").contain(fails(KeyboardInterrupt()))()
+
+
 def test_a_guard_itself_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Guard("hook", fails(OSError()))
     guard.failed(ValueError())

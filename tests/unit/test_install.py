@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from stagetrace import runtime
 from stagetrace.hooks import HookGroup, HookSpec, Installer
 from stagetrace.hooks import install as install_module
 from stagetrace.runtime import Integration
-from tests.unit.helpers import DEADLINE_S, Engine
+from tests.unit.helpers import DEADLINE_S, Engine, python
 
 CORE = """
     class Scheduler:
@@ -438,6 +439,21 @@ def test_syntax_trees_are_not_kept(engine: Engines) -> None:
     told.installer.install()
     made.load("core")
     assert install_module.parsed.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize("own", [logging.NOTSET, logging.CRITICAL])
+def test_what_is_said_once_is_heard_where_the_host_shows_errors_only(own: int) -> None:
+    code = f"""
+        import logging
+        from stagetrace.guard import Guard
+        from stagetrace.runtime import Integration, activate
+        logging.getLogger("stagetrace").setLevel({own})
+        logging.getLogger().setLevel(logging.ERROR)
+        activate(Integration("test", "json", (), ("0", "1"), (), demo=lambda: None))
+        Guard("hook").failed(ValueError())
+    """
+    said = python(code, STAGETRACE="1").stderr
+    assert ("hook hook failed (ValueError)" in said) == (own == logging.NOTSET)
 
 
 def test_an_integration_is_put_in_and_taken_out_once(

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from opentelemetry import trace
 
-from stagetrace import marks, parents
+from stagetrace import marks, parents, runtime
 from stagetrace.context import Root, current
 from stagetrace.marks import Mark, TextMark
 from stagetrace.recorder import Recorder
@@ -136,6 +136,33 @@ def test_of_an_exception_the_class_is_kept_and_never_the_message(recorder: Recor
     assert not [m for m in written(directory) if isinstance(m, TextMark) and "secret" in m.text]
 
 
+def test_a_call_whose_hand_over_fails_ends_at_the_door(recorder: Recorder, directory: Path) -> None:
+    """Else it would wait for marks that nobody writes."""
+    state = roots.direct_entered(None, "id", "prompt", None)
+    roots.direct_left(state, None, None)
+    with_hand_over = roots.direct_entered(None, "id", "prompt", None)
+    assert with_hand_over is not None and with_hand_over.root is not None
+    with_hand_over.root.sequences.append(1)
+    roots.direct_left(with_hand_over, None, None)
+    found = [(m.kind, m.a, m.b) for m in written(directory) if isinstance(m, Mark) and m.kind != marks.ROOT]
+    assert found == [(marks.END, 0, 1)]
+
+
+@pytest.mark.parametrize("state", ["installed", "failing ValueError", "removed ValueError"])
+def test_what_has_gone_unseen_is_said(
+    state: str, recorder: Recorder, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "_state", runtime._State(fates={roots.APPLICATION: state, roots.HAND_OVER: state}))
+    made = roots.begin(*roots.stranger())
+    roots.end(made)
+    made.sequences.append(1)
+    roots.end(made)
+    root, unseen, seen = [m for m in written(directory) if isinstance(m, Mark)]
+    well = state == "installed"
+    assert (root.c, root.d) == ((3, marks.DIRECT) if well else (0, marks.UNWATCHED))
+    assert (unseen.b, seen.b) == (0 if well else 1, 0)
+
+
 def test_a_request_in_pieces_is_one_call_from_its_first_piece_on(
     recorder: Recorder, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,15 +202,38 @@ def test_a_request_in_pieces_is_one_call_from_its_first_piece_on(
     assert [m.kind for m in written(directory) if isinstance(m, Mark)] == kinds, "refused before there was a request"
 
 
-def test_a_request_s_headers(recorder: Recorder, directory: Path) -> None:
-    """Only three are read; the first of a repeated one counts, an unreadable one does not."""
-    found = asgi.texts(
-        [
-            (b"Authorization", b"secret"), (b"Traceparent", b"one"), (b"traceparent", b"two"),
-            (b"x-request-id", b"\xff"), (b"X-Request-Id", b"mine"), (b"tracestate", b"x" * 513),
-        ]
-    )  # fmt: skip
-    assert found == {"traceparent": "one", "x-request-id": "mine"}
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ([(b"Authorization", b"secret"), (b"Cookie", b"secret")], {}),
+        ([(b"X-Request-Id", b"mine"), (b"TraceParent", b"one")], {"x-request-id": "mine", "traceparent": "one"}),
+        # The engine answers under the first id, so no other one is the request's.
+        ([(b"x-request-id", b"first"), (b"X-Request-Id", b"second")], {"x-request-id": "first"}),
+        ([(b"x-request-id", b"x" * 129), (b"X-Request-Id", b"second")], {}),
+        ([(b"x-request-id", b"\xff"), (b"X-Request-Id", b"second")], {}),
+        ([(b"x-request-id", b" ")], {}),
+        ([(b"x-request-id", b"a\tb")], {}),
+        # Trace Context: a request with two parents has none; states in several headers are one list.
+        ([(b"traceparent", b"one"), (b"traceparent", b"two")], {}),
+        ([(b"tracestate", b"a=1"), (b"tracestate", b"b=2")], {"tracestate": "a=1,b=2"}),
+        ([(b"tracestate", b"a=" + b"x" * 254), (b"tracestate", b"b=" + b"x" * 254)], {}),
+        ([(b"tracestate", b"x" * 513)], {}),
+    ],
+)
+def test_a_request_s_headers(given: list[tuple[bytes, bytes]], found: dict[str, str]) -> None:
+    assert asgi.texts(given) == found
+
+
+@pytest.mark.parametrize("identifier", ["chatcmpl-" + "x" * 152, "chatcmpl-\x1b[31m", "a\nb"])
+def test_an_id_that_is_no_name_is_not_kept(
+    identifier: str, recorder: Recorder, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api_hooks, "recorder", recorder)
+    for name in (identifier, "chatcmpl-" + "é" * 100):
+        api_hooks.handed_over(SimpleNamespace(), Request(name), None, 0)
+    found = {m.field: m.text for m in written(directory) if isinstance(m, TextMark)}
+    assert found == dict.fromkeys((marks.INTERNAL_ID, marks.EXTERNAL_ID), "chatcmpl-" + "é" * 100)
+    assert len([m for m in written(directory) if isinstance(m, TextMark)]) == 2
 
 
 @dataclass

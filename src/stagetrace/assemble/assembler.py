@@ -45,16 +45,16 @@ class Assembler:
             self.periods.note(step)
         return fresh
 
-    def finished(self, now: int, closing: bool = False, over: bool = True) -> list[RequestRecord]:
+    def finished(self, now: int, closing: bool = False) -> list[RequestRecord]:
         """Records of every call that is complete (all of them when ``closing``), which are then forgotten.
 
-        ``over``: what had not ended by the closing never will; else it is in flight.
+        A call that outlives the recording, since its process lives on, is in flight.
         """
         done: list[RequestRecord] = []
         for root in list(self.book.roots.values()):
             gone = not self._alive(root.pid) or self._lost(root, now)
             if closing or self._settled(root, now, gone):
-                done += self.records(root, dead=gone or (closing and over))
+                done += self.records(root, dead=gone)
                 self.book.forget(root, name_of(root))
         return done
 
@@ -70,9 +70,9 @@ class Assembler:
 
     def records(self, root: Root, dead: bool) -> list[RequestRecord]:
         """One record per sequence of ``root``; one for the call itself if it never became a sequence."""
-        cases = [Case.of(self.book, self.periods, root, sequence) for sequence in root.sequences or (None,)]
+        cases = [Case.of(self.book, self.periods, root, sequence, dead) for sequence in root.sequences or (None,)]
         anchor = self.anchors.get(root.pid, (0, 0))
-        return [record(case, anchor, dead, self._alive) for case in cases]
+        return [record(case, anchor, self._alive) for case in cases]
 
     def _settled(self, root: Root, now: int, gone: bool) -> bool:
         if self._carries_on(root, now):
@@ -92,13 +92,13 @@ class Assembler:
     def _carries_on(self, root: Root, now: int) -> bool:
         """Whether the call was answered before the engine was done with it: from then on it is nobody's HTTP call.
 
-        Responses in the background are made so. Elsewhere the engine is late only where it is told to stop.
+        Responses in the background are made so.
         """
         end = root.end
         if (
             end is None
             or end.a
-            or root.offline
+            or root.background is None
             or root.disconnect is not None
             or (root.status and root.status.a >= 400)
         ):

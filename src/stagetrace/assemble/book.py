@@ -27,6 +27,8 @@ class Root:
     #: No HTTP call: an offline one, or the caller's own code at the engine's door (then ``direct``).
     offline: bool
     direct: bool
+    #: Whether its beginning and its end are seen; else it is direct, too.
+    watched: bool = True
     texts: dict[int, str] = field(default_factory=dict)
     handler: Mark | None = None
     render: Mark | None = None
@@ -36,6 +38,9 @@ class Root:
     tokenized: list[Mark] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     status: Mark | None = None
+    #: What a stream said of itself when it was too late for a status.
+    failure: Mark | None = None
+    background: int | None = None
     first_text: int | None = None
     sent: list[int] = field(default_factory=list)
     #: Those of them that can carry text: not empty, and more than the end marker of a stream.
@@ -46,6 +51,11 @@ class Root:
     heard: int = 0
     #: Collector's clock when nothing more was expected of it.
     settled: int | None = None
+
+    @property
+    def blind(self) -> bool:
+        """Whether the engine may have had it without anybody's noticing."""
+        return self.end is not None and bool(self.end.b)
 
 
 @dataclass
@@ -212,7 +222,11 @@ class Book:
 
     def _root(self, mark: Mark, pid: int) -> None:
         trace = f"{marks.unsigned(mark.a):016x}{marks.unsigned(mark.b):016x}"
-        root = Root(mark.key, pid, mark.t, trace, mark.c, mark.d != marks.HTTP, mark.d == marks.DIRECT, heard=mark.t)
+        kind = mark.d
+        root = Root(
+            mark.key, pid, mark.t, trace, mark.c, heard=mark.t, watched=kind != marks.UNWATCHED,
+            offline=kind in (marks.OFFLINE, marks.DIRECT), direct=kind in (marks.DIRECT, marks.UNWATCHED),
+        )  # fmt: skip
         self.roots[mark.key] = root
         for early in self._early.pop(mark.key, ()):
             self._on_root(early, pid)
@@ -331,6 +345,8 @@ _ROOT_FIELDS: dict[int, tuple[str, type]] = {
     marks.TOKENIZE_RUN: ("tokenize_run", int),
     marks.TOKENIZED: ("tokenized", list),
     marks.STATUS: ("status", Mark),
+    marks.FAILED: ("failure", Mark),
+    marks.BACKGROUND: ("background", int),
     marks.FIRST_TEXT: ("first_text", int),
     marks.SENT: ("sent", int),
     marks.DISCONNECT: ("disconnect", int),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from .. import marks
+from ..marks import Mark
 from ..model import StepRecord
 from .book import Book, Root, Sequence
 from .life import Turn, first_token, prefill, turns, whole_prompt
@@ -25,6 +26,8 @@ class Case:
     #: Which of the call's sequences it is. Not what the engine calls it: of several prompts each has an index 0.
     index: int = 0
     prompt: int = 0
+    #: Nothing more can come from the call's own process.
+    dead: bool = False
     turns: list[Turn] = field(default_factory=list)
     chunks: list[Turn] = field(default_factory=list)
     first: Turn | None = None
@@ -37,9 +40,9 @@ class Case:
     began: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, book: Book, periods: Periods, root: Root, sequence: Sequence | None) -> Case:
+    def of(cls, book: Book, periods: Periods, root: Root, sequence: Sequence | None, dead: bool) -> Case:
         """Gather what is known of ``sequence``."""
-        case = cls(book, periods, root, sequence)
+        case = cls(book, periods, root, sequence, dead=dead)
         if sequence is not None:
             case.index = next((i for i, s in enumerate(root.sequences) if s is sequence), 0)
             case.sequence = sequence = own(sequence)
@@ -72,12 +75,26 @@ class Case:
 
     def _delivered(self, step: StepRecord) -> bool:
         """Whether the front end took the step's tokens: the engine makes some after a stop string or an abort, too."""
+        if self._orphaned:
+            return self.processed(step) is not None
         stopped = self.sequence.stopped if self.sequence else None
         if step.update_ns is None or (stopped is None and self.cut is None):
             return True
         limit = min(t for t in (stopped, self.cut) if t is not None)
         done = self.processed(step) if self.cut is None else None
         return (done or step.update_ns)[1] <= limit
+
+    @property
+    def _orphaned(self) -> bool:
+        """Whether the front end died with the call in it, and so never had what the engine went on to make."""
+        return self.dead and self.root.end is None and self.root.pid in self.book.outputs
+
+    @property
+    def free(self) -> Mark | None:
+        """How the engine ended the request; None also where that never reached the call's own process."""
+        free = self.sequence.free if self.sequence else None
+        lost = free is not None and self._orphaned and self.book.outputs[self.root.pid].after(free.t) is None
+        return None if lost else free
 
     @property
     def streams(self) -> bool:
@@ -91,16 +108,16 @@ class Case:
         s = self.sequence
         if s is None:
             return None
-        freed = s.free.t if s.free is not None and s.free.a not in CUT_SHORT else None
+        freed = self.free.t if self.free is not None and self.free.a not in CUT_SHORT else None
         done = min((t for t in (s.stopped, freed) if t is not None), default=None)
         return None if done is not None and self.cut is not None and done > self.cut else done
 
     @property
     def failed(self) -> bool:
-        """Whether the call itself went wrong: an error status, or an exception that left the application."""
+        """Whether the call itself went wrong: an error status, a stream that says so, or an exception that got out."""
         root = self.root
         refused = root.status is not None and root.status.a >= 400
-        return refused or (root.end is not None and bool(root.end.a))
+        return refused or root.failure is not None or (root.end is not None and bool(root.end.a))
 
     @property
     def cut(self) -> int | None:
@@ -118,7 +135,7 @@ class Case:
     def end(self) -> int | None:
         """When the client had everything, or the call was given up; None while it runs, or if nobody saw it end."""
         root = self.root
-        if root.end is None:
+        if root.end is None or not root.watched or (root.direct and root.blind):
             return None
         if root.direct or root.disconnect is not None or root.end.a or not root.sent:
             return root.end.t
@@ -130,8 +147,8 @@ class Case:
         s = self.sequence
         if s is None:
             return None
-        if s.free is not None and s.stopped is None and s.free.b >= 0:
-            return s.free.b
+        if self.free is not None and s.stopped is None and self.free.b >= 0:
+            return self.free.b
         return sum(turn.generated for turn in self.turns) if s.enqueued is not None else None
 
 

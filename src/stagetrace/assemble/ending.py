@@ -13,11 +13,10 @@ Alive = Callable[[int], bool]
 _TOLERANCE_MS = 1e-6
 
 
-def status_of(case: Case, dead: bool, alive: Alive) -> tuple[str, str | None]:
-    """(status, finish reason). ``dead`` says that nothing more can come from the call's own process."""
+def status_of(case: Case, alive: Alive) -> tuple[str, str | None]:
+    """(status, finish reason)."""
     root, sequence = case.root, case.sequence
-    free = sequence.free if sequence else None
-    reason = marks.FINISH.get(free.a) if free and free.a else None
+    reason = marks.FINISH.get(case.free.a) if case.free and case.free.a else None
     if sequence and sequence.stopped:
         reason = "stop"
     lost = _engine_lost(case, alive)
@@ -30,7 +29,7 @@ def status_of(case: Case, dead: bool, alive: Alive) -> tuple[str, str | None]:
         return "aborted", "abort"
     if root.end is not None:
         return "ok", reason
-    return "error" if dead else "in_flight", reason
+    return "error" if case.dead else "in_flight", reason
 
 
 def _engine_lost(case: Case, alive: Alive) -> bool:
@@ -48,7 +47,8 @@ def error_of(case: Case, status: str, reason: str | None, alive: Alive) -> str |
 
     The class of the exception that left the application, else the HTTP status it answered with (400 and above), else
     ``process_ended`` (the call's own process, before the call was over), ``engine_died``, ``engine_error`` (the engine
-    gave up on this request alone) or ``_OTHER``; ``aborted`` whenever it was the caller who gave up.
+    gave up on this request alone), the HTTP status that a stream came to name, or ``_OTHER``; ``aborted`` whenever it
+    was the caller who gave up.
     """
     if status != "error":
         return "aborted" if status == "aborted" else None
@@ -61,17 +61,23 @@ def error_of(case: Case, status: str, reason: str | None, alive: Alive) -> str |
         return "process_ended"
     if _engine_lost(case, alive):
         return "engine_died"
+    if root.failure is not None and reason != "error":
+        return str(root.failure.a)
     return "engine_error" if reason == "error" else "_OTHER"
 
 
 def settle(case: Case, rows: list[StageRecord], status: str) -> str | None:
-    """Say of every stage without times what it is; return the stage the request is, or was, in (None when ok)."""
+    """Say of every stage without times what it is; return the stage the request is, or was, in.
+
+    None when it is ok, and where that cannot be known.
+    """
     _refuse(case, rows)
-    passed = 12 if status == "ok" else max(_passed(case), *(row.number for row in rows if row.state == "measured"), 0)
+    blind = status == "ok" or case.root.blind
+    passed = 12 if blind else max(_passed(case), *(row.number for row in rows if row.state == "measured"), 0)
     for row in rows:
         if row.state == "not_reached" and row.number <= passed:
             row.state = "not_observable"
-    active = None if status == "ok" else _active(case, rows)
+    active = None if blind else _active(case, rows)
     if active is not None:
         if status != "in_flight" and _interrupt(case, active) and active.key == "prefill":
             # No mark says how much of it was the embedding.
@@ -115,10 +121,16 @@ def _passed(case: Case) -> int:
     """The last stage that is over for certain, whether or not it was seen."""
     root, sequence = case.root, case.sequence
     seen = (
-        (11, case.completed), (10, case.first_text), (9, any(turn.generated for turn in case.turns)),
+        (11, case.completed), (10, case.first_text or _beyond_first_text(case)),
+        (9, any(turn.generated for turn in case.turns)),
         (5, case.turns), (3, sequence), (2, root.tokenize), (1, root.handler or root.render),
     )  # fmt: skip
     return next((number for number, sign in seen if sign), 0)
+
+
+def _beyond_first_text(case: Case) -> bool:
+    """Whether a text that cannot be told must have been there: the first token has long been followed by others."""
+    return not case.streams and sum(turn.generated for turn in case.turns) > 1
 
 
 def _active(case: Case, rows: list[StageRecord]) -> StageRecord:

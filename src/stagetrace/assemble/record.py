@@ -23,14 +23,14 @@ _GAP_NAMES = {
 }  # fmt: skip
 
 
-def record(case: Case, anchor: tuple[int, int], dead: bool, alive: Alive) -> RequestRecord:
+def record(case: Case, anchor: tuple[int, int], alive: Alive) -> RequestRecord:
     """Build the record of one sequence (or of a call that never became one).
 
-    ``anchor`` is the process's (monotonic, unix) pair; ``dead`` says that nothing more can come.
+    ``anchor`` is the (monotonic, unix) pair of the call's process.
     """
     root, sequence = case.root, case.sequence
     rows = stages(case)
-    status, reason = status_of(case, dead, alive)
+    status, reason = status_of(case, alive)
     active = settle(case, rows, status)
     tokens = deliveries(case)
     times = [_ms(root, token.arrived) for token in tokens]

@@ -232,6 +232,8 @@ def _detokenize(case: Case) -> StageRecord:
 def _emitted(case: Case, batch: Span | None) -> int | None:
     """When TTFT ends: the first text is sent, or where that cannot be told, the first token is processed."""
     root = case.root
+    if not root.watched:
+        return None
     if case.streams and (root.first_text is not None or root.end is None or case.completed is None):
         case.first_text = root.first_text
         kind = "streamed"

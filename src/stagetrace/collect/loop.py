@@ -74,15 +74,12 @@ class Collector:
         """Threads that got no ring because their process had too many."""
         return self._refused + sum(ring.refused() for ring in self.rings.values())
 
-    def close(self, over: bool = True) -> None:
-        """Read the rings to their end, settle every call, and write it all out.
-
-        ``over``: the engine is gone, and with it what still ran; else that is handed on as it is, in flight.
-        """
+    def close(self) -> None:
+        """Read the rings to their end, settle every call, and write it all out; what still runs, as it is."""
         self._discover()
         for ring in self.rings.values():
             self._read(ring, final=True)
-        self._hand_on(closing=True, over=over)
+        self._hand_on(closing=True)
         for name in list(self.rings):
             self._put_away(name)
         if self._lost or self._refused:
@@ -115,7 +112,7 @@ class Collector:
         """Whether a call that had ended by then is still to be written out."""
         return any(root.end and root.end.t <= stamp_ns for root in self.assembler.book.roots.values())
 
-    def _hand_on(self, closing: bool, asked: str = "", over: bool = True) -> None:
+    def _hand_on(self, closing: bool, asked: str = "") -> None:
         now = time.monotonic_ns()
         snapshot = now - self._snapshot_at > SNAPSHOT_NS
         if snapshot or closing:
@@ -125,7 +122,7 @@ class Collector:
             self.assembler.forget(now)
             self._take_stock()
         steps = self.assembler.steps()
-        done = self.assembler.finished(now, closing, over)
+        done = self.assembler.finished(now, closing)
         self.requests += len(done)
         running = self._running(now) if snapshot and not closing else []
         self._run_changed(bool(steps or done or running))

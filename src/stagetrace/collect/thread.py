@@ -110,7 +110,7 @@ class CollectorThread:
             with self._busy:
                 self._collector.poll()
                 if not self._collector.owes(now) or time.monotonic() > until:
-                    self._collector.close(over=False)
+                    self._collector.close()
                     return
             time.sleep(0.02)
 

@@ -187,6 +187,7 @@ def test_a_refused_request_is_an_error_in_the_stage_that_refused_it(live: Live) 
         assert time.monotonic() < until
         time.sleep(0.2)
     assert [r.status for r in fresh] == ["error", "error"]
+    assert [(r.http_status, r.error_type) for r in fresh] == [(400, "400")] * 2
     assert [problem for r in fresh for problem in violations(r)] == []
     assert all(r.active_stage in ("http_receive", "tokenize", "chat_template", "admission") for r in fresh)
 
@@ -199,6 +200,7 @@ def test_a_client_that_leaves_is_an_abort(live: Live) -> None:
         assert time.monotonic() < until
         time.sleep(0.2)
     assert (fresh[0].status, fresh[0].active_stage) == ("aborted", "decode")
+    assert (fresh[0].http_status, fresh[0].error_type) == (200, "aborted")
     assert violations(fresh[0]) == []
 
 
@@ -247,5 +249,6 @@ def test_a_killed_engine_leaves_its_requests_as_errors(live: Live) -> None:
     live.server.wait(60)
     records = load(live.store).requests[count:]
     assert [r.status for r in records] == ["error"] * 8
+    assert {r.error_type for r in records} == {"engine_died"}, "their streams had begun"
     assert {r.active_stage for r in records} == {"decode"}
     assert [problem for r in records for problem in violations(r)] == []

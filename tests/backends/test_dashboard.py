@@ -15,7 +15,8 @@ import pytest
 
 from stagetrace.model import RequestRecord, StepRecord
 from stagetrace.stages import STAGES
-from tests.backends.conftest import ALERTS, Prometheus, eventually
+from tests.backends.conftest import ALERTS, Scraper
+from tests.backends.prometheus import eventually
 from tests.debian import program
 
 DASHBOARD = ALERTS.parents[1] / "grafana" / "stagetrace.json"
@@ -23,7 +24,7 @@ NAMES = {"$__rate_interval": "30s", "$model": ".*"}
 
 
 @pytest.fixture
-def busy(prometheus: Prometheus, records: list[RequestRecord]) -> Prometheus:
+def busy(prometheus: Scraper, records: list[RequestRecord]) -> Scraper:
     """Requests, steps and losses of every kind, between two scrapes and before them."""
     for n in range(2):
         prometheus.sink.requests(records)
@@ -37,7 +38,7 @@ def busy(prometheus: Prometheus, records: list[RequestRecord]) -> Prometheus:
     return prometheus
 
 
-def test_every_panel_of_the_dashboard_shows_something(busy: Prometheus) -> None:
+def test_every_panel_of_the_dashboard_shows_something(busy: Scraper) -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     panels = {panel["title"]: panel for panel in dashboard["panels"]}
     seen: dict[str, list[dict[str, str]]] = {}
@@ -58,7 +59,7 @@ def test_every_panel_of_the_dashboard_shows_something(busy: Prometheus) -> None:
     assert {labels[label] for labels, _ in busy.vector(metric)} == {"tiny"}
 
 
-def test_every_alert_rule_can_be_evaluated(busy: Prometheus) -> None:
+def test_every_alert_rule_can_be_evaluated(busy: Scraper) -> None:
     def rules() -> list[dict[str, Any]]:
         (group,) = busy.get("/api/v1/rules")["groups"]
         return [] if any(rule["health"] == "unknown" for rule in group["rules"]) else group["rules"]

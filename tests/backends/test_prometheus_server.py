@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 
 from stagetrace.exporting import INSTRUMENTS
 from stagetrace.model import RequestRecord, StepRecord
 from stagetrace.numbers import numbers
 from stagetrace.store import Trace
-from tests.backends.conftest import Prometheus, eventually
+from tests.backends.conftest import Scraper
+from tests.backends.prometheus import check_percentiles, eventually
 
 
 def test_percentiles_from_its_buckets_are_ours_within_a_bucket(
-    prometheus: Prometheus, records: list[RequestRecord]
+    prometheus: Scraper, records: list[RequestRecord]
 ) -> None:
     prometheus.sink.requests(records)
     count = "sum(gen_ai_server_request_duration_seconds_count)"
     eventually(lambda: prometheus.value(count) == len(records), "all requests are counted")
-    ours = numbers(Trace(requests=records))["timers"]
-    names = {
-        "queue_ms": "stagetrace.queue.duration", "prefill_ms": "stagetrace.prefill.duration",
-        "ttft_ms": "gen_ai.server.time_to_first_token", "itl_ms": "stagetrace.inter_token.duration",
-    }  # fmt: skip
-    for timer, name in names.items():
-        for q in ("p50", "p95", "p99"):
-            metric = f"{name.replace('.', '_')}_seconds_bucket"
-            theirs = prometheus.value(f"histogram_quantile(0.{q[1:]}, sum by (le) ({metric}))")
-            assert theirs is not None
-            buckets = INSTRUMENTS[name].buckets
-            apart = abs(bisect_left(buckets, theirs) - bisect_left(buckets, ours[timer][q] / 1e3))
-            assert apart <= 1, f"{timer} {q}: {theirs * 1e3:.3f} ms of Prometheus, {ours[timer][q]:.3f} ms of ours"
+    check_percentiles(prometheus, numbers(Trace(requests=records))["timers"])
 
 
-def test_every_metric_and_its_exemplars_arrive(prometheus: Prometheus, records: list[RequestRecord]) -> None:
+def test_every_metric_and_its_exemplars_arrive(prometheus: Scraper, records: list[RequestRecord]) -> None:
     prometheus.sink.requests(records)
     prometheus.sink.steps([StepRecord(7 << 32, 7, (1, 2), 3, 3, 0, 1, 4, 0.25, preempted=2)])
     eventually(lambda: prometheus.value("stagetrace_preemptions_total") == 2.0, "evictions are counted")

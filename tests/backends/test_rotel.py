@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import socket
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,52 +13,17 @@ import pytest
 from stagetrace.collect import sinks
 from stagetrace.exporting import Health, Options, finished
 from stagetrace.model import RequestRecord, RunRecord
-from tests.receivers import Receiver, attributes, check_rules, free_port, receiver
+from tests.backends.rotel import Rotel, rotel_agent
+from tests.receivers import attributes, check_rules
 from tests.unit.scripted import MS, Ask, Script
 
 CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
 
 
-@dataclass
-class Rotel:
-    grpc: str
-    http: str
-    sink: Receiver
-
-
 @pytest.fixture
 def rotel(tmp_path: Path) -> Iterator[Rotel]:
-    """The collector, and the endpoint of ours that it forwards to."""
-    found = importlib.util.find_spec("rotel")
-    assert found and found.submodule_search_locations, "rotel is not installed: make bootstrap"
-    agent = Path(found.submodule_search_locations[0], "rotel-agent")
-    grpc, http = free_port(), free_port()
-    with receiver() as sink, open(tmp_path / "rotel.log", "w+") as log:
-        command = [
-            str(agent), "start", "--otlp-grpc-endpoint", f"127.0.0.1:{grpc}",
-            "--otlp-http-endpoint", f"127.0.0.1:{http}", "--exporter", "otlp", "--otlp-exporter-protocol", "http",
-            "--otlp-exporter-endpoint", sink.url, "--pid-file", str(tmp_path / "rotel.pid"),
-        ]  # fmt: skip
-        plain = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "ROTEL_"))}
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=plain, start_new_session=True)
-        try:
-            for port in (grpc, http):
-                listening(port, process, tmp_path / "rotel.log")
-            yield Rotel(f"http://127.0.0.1:{grpc}", f"http://127.0.0.1:{http}", sink)
-        finally:
-            process.terminate()
-            process.wait(20)
-
-
-def listening(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        assert process.poll() is None, log.read_text()
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)
-    raise AssertionError(f"nothing listens on {port}: {log.read_text()}")
+    with rotel_agent(tmp_path) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help bootstrap demo test check format bench clean
+.PHONY: help bootstrap demo test viewers check format bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## */\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -23,6 +23,9 @@ check: bootstrap  ## formatting, lint and types
 
 test: check  ## check, then every test, those with the real engine included
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+viewers: bootstrap  ## requests of a real server in MLflow and Phoenix (installs both the first time: 1.3 GB)
+	$(BIN)/python -m pytest tests/viewers $(PYTEST_ARGS)
 
 format: bootstrap  ## put the sources into the one format
 	$(BIN)/ruff format .

@@ -46,6 +46,8 @@ class Server:
         # Lengths that differ evenly: from the start about as many end in every step as will go on doing. Two tokens
         # at least: with one there is no decode, and so one stage fewer.
         self._joining = [self._arrive(2 + output * n // streams) for n in range(streams)]
+        #: Who ran its prompt in the last step, and so goes on with one token.
+        self._prefilled: list[Stream] = []
 
     def drain(self) -> None:
         """Let everybody come to the end, with nobody to replace them."""
@@ -102,6 +104,9 @@ class Server:
         self.core.mark(marks.STEP, step, entered, size | tokens << 32, size, 500_000)
         for stream in joined:
             self.core.mark(marks.JOIN, stream.sequence, step, PROMPT, 0, PROMPT // 16 + 1 | 1 << 32)
+        for stream in self._prefilled:
+            self.core.mark(marks.JOIN, stream.sequence, step, 1, PROMPT, 0)
+        self._prefilled = [stream for stream in joined if stream.last_step > self._count]
 
     def _work(self, step: int) -> None:
         mark, at = self.worker.mark, now()

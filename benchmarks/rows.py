@@ -32,7 +32,7 @@ ROWS = (
     Row("send", "what is added to each streamed chunk in the API process", 2),
     Row("import", "import stagetrace against an interpreter that does nothing", 4),
     Row("collector", "the collector: marks per second, and its share of a core", 15),
-    Row("truth", "coverage of real requests, and their times against a client's own", 60),
+    Row("truth", "coverage of real requests, and their times against a client's own", 150),
     Row("servers", "CPU per streamed token of real servers, untraced and traced by turns", 150),
     Row("endpoints", "collectors under load, their OTLP endpoints bad in every way", 615, long=True),
     Row("bad_endpoint", "real servers whose OTLP endpoint is bad, beside a good one and none", 1600, long=True),

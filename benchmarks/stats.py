@@ -24,12 +24,13 @@ def median(values: Sequence[float]) -> float:
     return quantile(values, 0.5)
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """A 95 % interval of the median, from the order of ``values`` alone: no shape of their noise is assumed."""
+def interval(values: Sequence[float], share: float = 0.5) -> tuple[float, float]:
+    """A 95 % interval of a quantile, from the order of ``values`` alone: no shape of their noise is assumed."""
     ordered = sorted(values)
-    count = len(ordered)
-    cut = max(0, math.floor(count / 2 - _95 * math.sqrt(count) / 2))
-    return ordered[cut], ordered[count - 1 - cut]
+    last = len(ordered) - 1
+    off = _95 * math.sqrt(len(ordered) * share * (1 - share))
+    low, high = math.floor(len(ordered) * share - off), math.ceil(len(ordered) * share + off) - 1
+    return ordered[min(max(0, low), last)], ordered[min(max(0, high), last)]
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,10 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Summarise one value per round."""
-        return cls(median(values), quantile(values, 0.1), quantile(values, 0.9), *median_interval(values))
+    def of(cls, values: Sequence[float], share: float = 0.5) -> Spread:
+        """Summarise one value per round; ``share`` asks for another quantile than the median."""
+        ends = quantile(values, 0.1), quantile(values, 0.9)
+        return cls(quantile(values, share), *ends, *interval(values, share))
 
     def minus(self, other: Spread) -> Spread:
         """The difference of two independent medians; its bounds are the widest that both allow."""

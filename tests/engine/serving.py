@@ -331,15 +331,25 @@ def _absorb(event: dict[str, Any], result: ClientResult, now: int, *, streamed: 
     if "error" in event:
         result.error = json.dumps(event["error"])
         return
-    result.response_id = event.get("id", result.response_id)
-    result.usage = event.get("usage") or result.usage
-    for choice in event.get("choices", ()):
-        index = choice.get("index", 0)
-        message = choice.get("delta") or choice.get("message") or {}
-        text = message.get("content") or choice.get("text") or ""
-        result.texts[index] = result.texts.get(index, "") + text
-        if choice.get("finish_reason"):
-            result.finish_reasons[index] = choice["finish_reason"]
-        if text and streamed:
-            result.chunk_ns.append(now)
-            result.first_text_ns = result.first_text_ns or now
+    inner = event.get("response") or event.get("message") or {}  # of the responses and messages APIs
+    result.response_id = event.get("id") or inner.get("id") or result.response_id
+    result.usage = event.get("usage") or inner.get("usage") or result.usage
+    said = [_said(choice, result) for choice in event.get("choices", ())]
+    delta = event.get("delta") or {}
+    if text := delta if isinstance(delta, str) else delta.get("text"):
+        result.texts[0] = result.texts.get(0, "") + text
+        said.append(True)
+    if streamed and any(said):
+        result.chunk_ns.append(now)
+        result.first_text_ns = result.first_text_ns or now
+
+
+def _said(choice: dict[str, Any], result: ClientResult) -> bool:
+    """Take in a choice; tell whether there was text in it, or a call of a tool."""
+    index = choice.get("index", 0)
+    message = choice.get("delta") or choice.get("message") or {}
+    text = message.get("content") or choice.get("text") or ""
+    result.texts[index] = result.texts.get(index, "") + text
+    if choice.get("finish_reason"):
+        result.finish_reasons[index] = choice["finish_reason"]
+    return bool(text or message.get("tool_calls"))

@@ -17,7 +17,8 @@ import pytest
 from stagetrace import load
 from stagetrace.model import RequestRecord
 from tests.engine.configurations import CONFIGURATIONS
-from tests.engine.conftest import OFFLINE_PROMPTS, Live, Starter, Untraced, serial_bodies
+from tests.engine.conftest import NAME, OFFLINE_PROMPTS, Live, Starter, Untraced, serial_bodies
+from tests.engine.kinds import CHAT, IDS_ONLY, Kind, adds_up, ask_all, at_once, chat, check, text
 from tests.engine.serving import run_many, send
 from tests.invariants import violations
 
@@ -27,7 +28,8 @@ SERVERS = ("v2_async_uni", "v2_async_mp", "v1_async_uni")
 
 @pytest.fixture(scope="module", params=SERVERS)
 def live(request: pytest.FixtureRequest, starter: Starter, untraced: Untraced) -> Iterator[Live]:
-    yield from starter.start(request.param, traced=True)
+    # Few blocks, for evictions; still enough for the longest prompt.
+    yield from starter.start(request.param, traced=True, extra=("--num-gpu-blocks-override", "24"))
 
 
 def all_measured(record: RequestRecord) -> None:
@@ -51,6 +53,34 @@ def test_several_at_once(live: Live) -> None:
         all_measured(record)
         split = record.stage("decode").attributes["split_ms"]
         assert split["forward"] > 0
+
+
+def test_kinds(live: Live) -> None:
+    """Of test_kinds.py those that the engine's layout might make a difference to."""
+    ids = {**live.body(20, 5, chat=False), "prompt": list(range(10, 60))}
+    stop = send(live.port, chat(live, 40, 20, 600)).text[8:11]
+    grammar = {"structured_outputs": {"choice": ["yes", "perhaps"]}, "ignore_eos": False}
+    kinds = {
+        "n": Kind(CHAT, chat(live, 60, 5, 601, n=2, temperature=0.8), sequences=2, ttft="internal"),
+        "ids": Kind("/v1/completions", ids, "text_completion", IDS_ONLY),
+        "stop": Kind(CHAT, chat(live, 40, 20, 600, stop=[stop]), finish="stop"),
+        "grammar": Kind(CHAT, chat(live, 40, 9, 602, **grammar), finish="stop"),
+        "prompt-logprobs": Kind(CHAT, chat(live, 100, 3, 603, stream=False, prompt_logprobs=1), ttft="internal"),
+        "responses": Kind(
+            "/v1/responses", {"model": NAME, "input": text(live, 60, 604), "max_output_tokens": 4, "stream": True},
+        ),
+    }  # fmt: skip
+    for answered in ask_all(live, kinds).values():
+        check(answered)
+
+
+def test_preemption(live: Live) -> None:
+    records = at_once(live, "evicted", 60, *[600] * 4)
+    assert sum(r.preemptions for r in records) > 0
+    for record in records:
+        split = record.stage("decode").attributes["split_ms"]
+        assert (split["preempted"] > 0) == (record.preemptions > 0)
+        adds_up(record)
 
 
 def test_a_client_that_leaves(live: Live) -> None:

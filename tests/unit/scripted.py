@@ -569,7 +569,7 @@ class Script:
         if streams:
             self._stream(root, seq, left, sent)
         single = streams and ask.n == 1
-        seq.token_times += [sent if single else step.update[1]] * new
+        seq.token_times += [sent if single else left] * new
         if seq.first_text is None and (not single or root.first_text is not None):
             seq.first_text = sent if single else left
             start = next(s for s in self.steps if any(r[0] is seq and r[3] for r in s.rows)).update[0]

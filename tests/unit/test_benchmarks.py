@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.figures import OVER, PASS, UNCLEAR, Figure
 from benchmarks.row_endpoints import Sample, dropped, growth
-from benchmarks.stats import Spread, differences, interleave, median, median_interval, quantile, ratios
+from benchmarks.stats import Spread, differences, interleave, interval, median, quantile, ratios
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,11 @@ def test_quantile(values: list[float], share: float, expected: float) -> None:
 
 def test_the_interval_of_the_median_narrows_with_the_rounds() -> None:
     few, many = [float(n) for n in range(11)], [n / 100 for n in range(1001)]
-    assert median_interval([5.0]) == (5.0, 5.0)
-    assert median_interval(few) == (2.0, 8.0)
-    low, high = median_interval(many)
+    assert interval([5.0]) == (5.0, 5.0)
+    assert interval(few) == (2.0, 8.0)
+    low, high = interval(many)
     assert low < median(many) < high and high - low < 1
-    assert median_interval(list(reversed(many))) == (low, high)
+    assert interval(list(reversed(many))) == (low, high)
 
 
 def test_arms_take_turns_and_swap_their_order() -> None:

@@ -29,6 +29,7 @@ class Case:
     #: Nothing more can come from the call's own process.
     dead: bool = False
     turns: list[Turn] = field(default_factory=list)
+    by_step: dict[int, Turn] = field(default_factory=dict)
     chunks: list[Turn] = field(default_factory=list)
     first: Turn | None = None
     #: End of stage 10, once known: TTFT ends and decoding starts here.
@@ -49,6 +50,7 @@ class Case:
             case.prompt = max(sequence.added.b, 0) if sequence.added else 0
             window = sequence.added.t if sequence.added else 0, float("inf") if case.cut is None else case.cut
             case.turns = turns(book, sequence, window, case._delivered)
+            case.by_step = {turn.step.step: turn for turn in case.turns}
             case.chunks = prefill(case.turns, case.prompt, sequence)
             case.first = whole_prompt(case.turns, case.prompt) if case.pools else first_token(case.turns, case.prompt)
         return case
@@ -58,10 +60,6 @@ class Case:
         """Whether it is to generate nothing: an embedding, a score, and the like are made of the prompt alone."""
         added = self.sequence.added if self.sequence else None
         return added is not None and added.c < 0
-
-    def same(self, sequence: Sequence) -> bool:
-        """Whether ``sequence`` is the one this is about."""
-        return self.sequence is not None and self.sequence.number == sequence.number
 
     def setting(self, name: str) -> int | None:
         """An engine setting as a number."""

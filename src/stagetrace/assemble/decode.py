@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..model import StepRecord
-from .book import Name, Span
+from .book import Book, Sequence, Span
 from .case import Case
 from .identity import name_in
 from .periods import LABELS
@@ -20,23 +21,24 @@ CULPRITS = 5
 
 @dataclass
 class Split:
-    """A window of time by its parts, ns, and who had ``stalled`` it: (ns, tokens) by name.
+    """A window of time by its parts, ns, and who had ``stalled`` it: (a sequence, ns, tokens) by its call.
 
     ``overlapped`` is the engine's own work under cover of a forward, and no part.
     """
 
     parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     overlapped: int = 0
-    blame: dict[Name, tuple[int, int]] = field(default_factory=dict)
+    blame: dict[int | None, tuple[Sequence, int, int]] = field(default_factory=dict)
 
     def ms(self) -> dict[str, float]:
         """The parts in ms."""
         return {label: spent / 1e6 for label, spent in self.parts.items()}
 
-    def culprits(self) -> list[dict[str, Any]]:
+    def culprits(self, book: Book) -> list[dict[str, Any]]:
         """Whose prefill it waited for, the longest first, and how many tokens of theirs were computed meanwhile."""
-        worst = sorted(self.blame.items(), key=lambda item: -item[1][0])[:CULPRITS]
-        return [{**name._asdict(), "tokens": tokens, "ms": spent / 1e6} for name, (spent, tokens) in worst]
+        worst = heapq.nlargest(CULPRITS, self.blame.values(), key=lambda one: one[1])
+        named = [(name_in(book, sequence), spent, tokens) for sequence, spent, tokens in worst]
+        return [{**name._asdict(), "tokens": tokens, "ms": spent / 1e6} for name, spent, tokens in named if name]
 
 
 def split(case: Case, window: Span, first: int | None = None) -> Split:
@@ -46,33 +48,35 @@ def split(case: Case, window: Span, first: int | None = None) -> Split:
     is ``preempted`` from an eviction to the end of the recomputation, and ``stalled`` where the step passed it over.
     """
     total = Split()
-    turns = {turn.step.step: turn for turn in case.turns}
     for step in _steps(case, window, first):
         parts = case.periods.split(step, window)
-        total.overlapped += parts.get("overlapped", 0)
-        turn = turns.get(step.step)
+        if not parts:
+            continue
+        total.overlapped += parts["overlapped"]
+        turn = case.by_step.get(step.step)
         whole = None
         if turn is None:
             whole = "preempted" if _evicted(case, step) else "stalled"
         elif turn.redo:
             whole = "preempted"
+        before = total.parts["stalled"]
         for label in PARTS:
             total.parts[whole or label] += parts.get(label, 0)
-        if whole != "preempted":
-            _blame(case, step, total, sum(parts.get(label, 0) for label in (PARTS if whole else ("stalled",))))
+        if total.parts["stalled"] > before:
+            _blame(case, step, total, total.parts["stalled"] - before)
     total.parts["other"] += window[1] - window[0] - sum(total.parts.values())
     return total
 
 
 def _blame(case: Case, step: StepRecord, total: Split, stalled: int) -> None:
-    """Share what ``step`` stalled among those whose prompts it computed, by their tokens."""
-    others = [(s, tokens) for s, tokens in case.book.prefills.get(step.step, ()) if not case.same(s)] if stalled else []
-    whole = sum(tokens for _, tokens in others)
-    for sequence, tokens in others:
-        name = name_in(case.book, sequence)
-        if name is not None:
-            spent, computed = total.blame.get(name, (0, 0))
-            total.blame[name] = spent + stalled * tokens // whole, computed + tokens
+    """Share what ``step`` stalled among those whose prompts it computed, by their tokens.
+
+    The sequence itself is never among them: what it computes again after its first token is ``preempted``.
+    """
+    for sequence, tokens in case.book.prefills.get(step.step, ()):
+        _, spent, computed = total.blame.get(sequence.root, (sequence, 0, 0))
+        share = stalled * tokens // step.prefill_tokens
+        total.blame[sequence.root] = sequence, spent + share, computed + tokens
 
 
 def _steps(case: Case, window: Span, first: int | None) -> Iterator[StepRecord]:

@@ -265,7 +265,7 @@ def _spent(case: Case, window: Span) -> dict[str, Any]:
         "tokens": case.generated - 1 if case.generated else None, "steps": len(after) or None,
         "batch": round(sum(step.batch_size for step in after) / len(after), 2) if after else None,
         "split_ms": parts.ms(), "overlapped_ms": parts.overlapped / 1e6 if after else None,
-        "stalled_by": parts.culprits(),
+        "stalled_by": parts.culprits(case.book),
     }  # fmt: skip
 
 

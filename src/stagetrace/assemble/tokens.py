@@ -27,14 +27,14 @@ class Delivery(NamedTuple):
 def deliveries(case: Case) -> list[Delivery]:
     """Each generated token, in order.
 
-    It arrives when it is sent, where it was streamed; else, or if it never was sent, when the engine has booked it.
+    It arrives when it is sent, where it was streamed; else when it has left the detokeniser, which ends TTFT then, too;
+    or when the engine has booked it, if neither was seen.
     """
     made = [turn for turn in case.turns if turn.generated and turn.step.update_ns]
     updates = [turn.step.update_ns[1] for turn in made if turn.step.update_ns]
-    arrivals = updates
+    arrivals = [(case.processed(turn.step) or turn.step.update_ns or (0, 0))[1] for turn in made]
     if case.ttft_kind == "streamed":
-        processed = [case.processed(turn.step) or turn.step.update_ns or (0, 0) for turn in made]
-        arrivals = sent([span[1] for span in processed], _chunks(case), case.first_text or 0)
+        arrivals = sent(arrivals, _chunks(case), case.first_text or 0)
     return [
         Delivery(update, arrival, turn)
         for turn, update, arrival in zip(made, updates, arrivals, strict=True)

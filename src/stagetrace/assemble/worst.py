@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 from typing import Any
 
 from .case import Case
@@ -19,12 +20,13 @@ def worst_steps(case: Case, tokens: list[Delivery]) -> list[dict[str, Any]]:
     ``token`` is the index of the first token of the step, ``at_ms`` its arrival after the request's start, ``gap_ms``
     the wait for it, and ``cause`` the part of ``split_ms`` that most of it was, or ``emit``, the way to the client.
     """
-    pairs = [(i, tokens[i].arrived - tokens[i - 1].arrived) for i in range(1, len(tokens)) if _next_step(tokens, i)]
-    return [_described(case, tokens, i, gap) for i, gap in sorted(heapq.nlargest(WORST, pairs, key=lambda p: p[1]))]
-
-
-def _next_step(tokens: list[Delivery], index: int) -> bool:
-    return tokens[index].turn is not tokens[index - 1].turn and tokens[index].arrived > tokens[index - 1].arrived
+    gaps = [
+        (token.arrived - before.arrived, index)
+        for index, (before, token) in enumerate(pairwise(tokens), 1)
+        if token.turn is not before.turn and token.arrived > before.arrived
+    ]
+    worst = sorted((index, gap) for gap, index in heapq.nlargest(WORST, gaps))
+    return [_described(case, tokens, index, gap) for index, gap in worst]
 
 
 def _described(case: Case, tokens: list[Delivery], index: int, gap: int) -> dict[str, Any]:
@@ -38,5 +40,5 @@ def _described(case: Case, tokens: list[Delivery], index: int, gap: int) -> dict
         "step": str(step.step), "batch": step.batch_size, "prefill_tokens": step.prefill_tokens,
         "cause": "emit" if emit > spent.parts[cause] else cause,
     }  # fmt: skip
-    culprit = next(iter(spent.culprits()), None)
+    culprit = next(iter(spent.culprits(case.book)), None)
     return found | ({"stalled_by": culprit["request_id"]} if culprit and found["cause"] == "stalled" else {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,8 @@ from tests.viewers.viewers import Viewer
 CALLER = "answer a question"
 #: Twice what the server takes in at once.
 CROWD = 16
+#: On a busy machine a viewer may be longer over its first traces than the ten seconds that exporters wait.
+PATIENCE_S = 120
 
 
 @dataclass
@@ -61,7 +64,7 @@ def shown(viewer: Viewer, engine: DemoServer, folder: Path) -> Shown:
     run = [sys.executable, "-m", "stagetrace", "run", "--store", str(store), "--otlp", viewer.url, "--"]
     log = folder / "server.log"
     made = Shown(viewer)
-    environment = engine.environment() | viewer.variables
+    environment = {**engine.environment(), **viewer.variables, "OTEL_EXPORTER_OTLP_TIMEOUT": str(PATIENCE_S)}
     command = [*run, *engine.command(model, port)]
     with Server(command, port=port, log=log, environment=environment, deadline=600.0) as server:
         live = Live(server, port, store, lambda tokens, seed: engine.prompt_of(model, tokens, seed), folder)
@@ -69,13 +72,18 @@ def shown(viewer: Viewer, engine: DemoServer, folder: Path) -> Shown:
         export = ["export", str(store), "--format", "otlp-json", "-o", str(folder / "traces.jsonl")]
         subprocess.run([sys.executable, "-m", "stagetrace", *export], check=True)
         made.exported = list(exported(folder / "traces.jsonl"))
-        # While it serves: a viewer may take longer over its first traces than a server that leaves waits.
-        until = time.monotonic() + 60
-        while len(made.ours) < len(made.exported) and time.monotonic() < until:
-            made.spans = viewer.spans()
-            time.sleep(1)
+        # While it serves: a server that leaves does not wait that long.
+        made.spans = arrived(viewer, lambda spans: len(spans) > len(made.exported))
     made.log = log.read_text()
     return made
+
+
+def arrived(viewer: Viewer, complete: Callable[[list[Span]], bool]) -> list[Span]:
+    """What the viewer has when it is ``complete``, or when we have lost patience."""
+    until = time.monotonic() + PATIENCE_S
+    while not complete(spans := viewer.spans()) and time.monotonic() < until:
+        time.sleep(1)
+    return spans
 
 
 def ask(live: Live, viewer: Viewer) -> dict[str, RequestRecord]:
@@ -96,7 +104,7 @@ def ask(live: Live, viewer: Viewer) -> dict[str, RequestRecord]:
 def call(port: int, body: dict[str, Any], viewer: Viewer) -> Any:
     """Ask as a program that traces itself, and has some work left when the answer is there."""
     headers = dict(pair.split("=") for pair in filter(None, [viewer.variables.get("OTEL_EXPORTER_OTLP_HEADERS")]))
-    exporter = OTLPSpanExporter(f"{viewer.url}/v1/traces", headers=headers)
+    exporter = OTLPSpanExporter(f"{viewer.url}/v1/traces", headers=headers, timeout=PATIENCE_S)
     provider = TracerProvider(resource=Resource({"service.name": "caller"}))
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     with provider.get_tracer("caller").start_as_current_span(CALLER, kind=SpanKind.CLIENT):

@@ -22,7 +22,7 @@ from tests.debian import program
 from tests.invariants import check_all
 from tests.unit.scripted import Ask, Script
 from tests.viewers import viewers
-from tests.viewers.conftest import CALLER, CROWD, Shown, shown
+from tests.viewers.conftest import CALLER, CROWD, Shown, arrived, shown
 from tests.viewers.spans import Span, differences
 
 PICTURES = Path(__file__).resolve().parents[2] / "build" / "viewers"
@@ -114,8 +114,10 @@ def test_a_link_to_a_caller_who_is_not_trusted_arrives(view: Shown, monkeypatch:
     (sink,) = sinks.build(Options(otlp=view.viewer.url), os.environ, lambda line: None)
     sink.run(RunRecord("s", "paper", "1", "tiny"))
     sink.requests([record])
+    sink.flush()
+    found = arrived(view.viewer, lambda spans: bool(of(spans, record.trace_id)))
     sink.close()
-    (root,) = (s for s in of(view.viewer.spans(), record.trace_id) if s.name not in KEYS)
+    (root,) = (s for s in of(found, record.trace_id) if s.name not in KEYS)
     assert root.parent_id is None and root.links == [("c" * 32, "d" * 16, {"stagetrace.link": "caller"})]
 
 

@@ -125,7 +125,7 @@ def scheduled(entered: int, scheduler: Any, output: Any) -> None:
     counts = output.num_scheduled_tokens
     batch: Batch = scheduler._stagetrace
     running, waiting = scheduler.get_request_counts()
-    usage = int(scheduler.kv_cache_manager.usage * 1_000_000)
+    usage = round(scheduler.kv_cache_manager.usage * 1_000_000)
     # Of empty steps only what they change: without the one after the last request, gauges would show it for ever.
     # Where somebody runs all the same, his token is still on its way, and another step comes soon.
     idle = None if counts else (waiting, usage)

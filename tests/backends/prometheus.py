@@ -68,7 +68,8 @@ def scraping(folder: Path, *targets: str, rules: Sequence[Path] = (), every_ms: 
         f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage",
     ]  # fmt: skip
     with open(folder / "prometheus.log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        # Not a session of its own: those are scheduled against each other, and an engine fills its own with spinning.
+        process = subprocess.Popen(command, stdout=log, stderr=log, process_group=0)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -54,8 +54,8 @@ def group_members(group: int) -> dict[int, str]:
         if not entry.isdigit():
             continue
         try:
-            stat = Path("/proc", entry, "stat").read_text()
-            name = Path("/proc", entry, "cmdline").read_text().replace("\0", " ").strip()
+            stat = Path("/proc", entry, "stat").read_text(errors="replace")
+            name = Path("/proc", entry, "cmdline").read_text(errors="replace").replace("\0", " ").strip()
         except OSError:
             continue
         state, _parent, process_group = stat.rpartition(")")[2].split()[:3]

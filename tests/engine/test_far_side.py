@@ -6,6 +6,7 @@ Calls are compared one by one with what their client knows of them, gauges and c
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -251,26 +253,33 @@ def total(server: Prometheus, what: str) -> float:
 
 def around(samples: Samples, when: float) -> list[float]:
     """What was seen from a scrape before ``when`` to one after it: two targets are never scraped at one moment."""
-    before = max((t for t, _ in samples if t <= when - SCRAPED_EVERY_S), default=None)
-    after = min((t for t, _ in samples if t >= when + SCRAPED_EVERY_S), default=None)
-    return [] if before is None or after is None else [v for t, v in samples if before <= t <= after]
+    before = max((t for t, _ in samples if t <= when - SCRAPED_EVERY_S), default=0.0)
+    after = min((t for t, _ in samples if t >= when + SCRAPED_EVERY_S), default=math.inf)
+    return [value for t, value in samples if before <= t <= after]
+
+
+def watched(far: Far, server: Prometheus) -> dict[str, Samples]:
+    """The gauges, from rest to rest: twelve requests for eight slots, then the four that waited."""
+    names = (*GAUGES, *GAUGES.values())
+    eventually(lambda: all(server.value(name) == 0 for name in names), "gauges of an idle engine at 0")
+    for burst in range(3):
+        began = time.time() - 3 * SCRAPED_EVERY_S
+        bodies = [far.live.body(16, 1000, seed=20 + 12 * burst + n, chat=False) for n in range(12)]
+        assert [result.status for result in run_many(far.live.port, bodies, 12)] == [200] * 12
+        time.sleep(4 * SCRAPED_EVERY_S)
+        seen = {name: server.samples(name, time.time() - began) for name in names}
+        if all(b[0] - a[0] < 3 * SCRAPED_EVERY_S for each in seen.values() for a, b in pairwise(each)):
+            return seen
+    raise AssertionError("this machine is too busy for a scrape a second")
 
 
 @once
 def test_gauges_are_the_engine_s_at_the_same_moment(far: Far, calls: list[Call], server: Prometheus) -> None:
-    """Twelve requests for eight slots, then the four that waited, then nobody."""
-    names = (*GAUGES, *GAUGES.values())
-    eventually(lambda: all(server.value(name) == 0 for name in names), "gauges of an idle engine at 0")
-    began = time.time() - 3 * SCRAPED_EVERY_S
-    results = run_many(far.live.port, [far.live.body(16, 1000, seed=20 + n, chat=False) for n in range(12)], 12)
-    assert [result.status for result in results] == [200] * 12
-    time.sleep(4 * SCRAPED_EVERY_S)
-    seen = {name: server.samples(name, time.time() - began) for name in names}
+    seen = watched(far, server)
     for ours, theirs in GAUGES.items():
-        compared = [(when, value, near) for when, value in seen[theirs] if (near := around(seen[ours], when))]
-        assert len(compared) >= 0.7 * len(seen[theirs]), "Prometheus did not get round to it"
-        for when, value, near in compared:
-            assert min(near) - 1e-5 <= value <= max(near) + 1e-5, (ours, when - began, value, near)
+        for when, value in seen[theirs]:
+            near = around(seen[ours], when)
+            assert near and min(near) - 1e-5 <= value <= max(near) + 1e-5, (ours, when, value, near)
         assert seen[ours][-1][1] == seen[theirs][-1][1] == 0, "at rest"
     # The levels at which they stood still: slots taken and a queue, half of them; the blocks that both hold.
     levels = {"stagetrace_batch_size": (8, 4), "stagetrace_queue_depth": (4, 0)}
@@ -278,7 +287,7 @@ def test_gauges_are_the_engine_s_at_the_same_moment(far: Far, calls: list[Call],
     for ours, values in levels.items():
         for level in values:
             counts = [sum(abs(v - level) < 1e-5 for _, v in seen[name]) for name in (ours, GAUGES[ours])]
-            assert min(counts) >= 2, (ours, level, counts)
+            assert min(counts) >= 1, (ours, level, counts)
 
 
 @once

@@ -136,6 +136,15 @@ def test_a_request_that_the_engine_gives_up_on() -> None:
     assert (record.status, record.finish_reason, record.error_type) == ("error", "error", "engine_error")
 
 
+def test_tokens_that_the_engine_has_not_counted_are_counted_from_its_steps() -> None:
+    """Of a request that comes in pieces, the engine knows those since the last piece."""
+    script = Script().run(Ask(kind="direct", output=12))
+    script.change(marks.FREE, lambda mark: mark._replace(a=0, b=-1))
+    (record,) = script.records()
+    check_all([record], complete=True)
+    assert (record.status, record.finish_reason, record.output_tokens) == ("ok", None, 12)
+
+
 def test_an_engine_that_has_left_after_a_whole_answer_takes_nothing_back() -> None:
     """At the end of a session every process is gone, and the engine's last mark may be lost."""
     script = Script().run(Ask(stream=False))

@@ -15,6 +15,7 @@ from stagetrace import marks, parents, provider
 from stagetrace.context import Root, current
 from stagetrace.marks import Mark, TextMark, unsigned
 from stagetrace.recorder import Recorder
+from stagetrace.rings import set_paused
 from stagetrace_vllm import asgi, roots
 from tests.unit.helpers import rings
 from tests.unit.hosts import Host, Noting
@@ -102,6 +103,18 @@ def test_the_host_s_spans_nest_below_a_request_that_comes_over_http(recorder: Re
     assert theirs.parent is not None and theirs.parent.span_id == seen[1]
     assert theirs.context.trace_id == int("a" * 32, 16)
     assert outside.parent is None, "a route that is not ours"
+
+
+def test_a_request_that_comes_while_recording_is_paused_has_no_span(recorder: Recorder, directory: Path) -> None:
+    noting = Noting()
+    provider.use(Host(noting).live)
+    assert not recorder.paused()
+    set_paused(directory, True)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": ()}
+    assert asgi.begin(scope, None, None) is None  # type: ignore[arg-type]
+    set_paused(directory, False)
+    assert asgi.begin(scope, None, None) is not None  # type: ignore[arg-type]
+    assert noting.started == ["text_completion"]
 
 
 def test_a_parent_that_comes_too_late_is_none(recorder: Recorder, directory: Path) -> None:

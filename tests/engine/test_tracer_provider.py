@@ -82,8 +82,23 @@ async def main():
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://host", timeout=120) as http:
             await ask(http)
+        say("PIECES", await pieces(engine))
         say("STATE", state())
         say("FLUSHED", stagetrace.flush(20))
+
+async def pieces(engine):
+    from vllm import SamplingParams
+    from vllm.engine.protocol import StreamingInput
+    from vllm.sampling_params import RequestOutputKind
+
+    async def spoken():
+        for ids in ([5, 6, 7], [8], [9, 10]):
+            yield StreamingInput({"prompt_token_ids": ids})
+            await asyncio.sleep(0.5)
+    with tracer.start_as_current_span("host session"):
+        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        outputs = [output async for output in engine.generate(spoken(), params, "pieces")]
+    return sum(len(output.outputs[0].token_ids) for output in outputs if output.outputs)
 
 async def ask(http):
     body = {"model": "m", "max_tokens": 8, "ignore_eos": True, "stream": True}
@@ -111,16 +126,6 @@ async def ask(engine, name, prompt=sys.argv[3], headers=None, **more):
         pass
     return len(output.outputs[0].token_ids)
 
-async def pieces(engine):
-    async def spoken():
-        for ids in ([5, 6, 7], [8], [9, 10]):
-            yield StreamingInput({"prompt_token_ids": ids})
-            await asyncio.sleep(0.5)
-    with tracer.start_as_current_span("host session"):
-        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-        outputs = [output async for output in engine.generate(spoken(), params, "pieces")]
-    return sum(len(output.outputs[0].token_ids) for output in outputs if output.outputs)
-
 async def main():
     stagetrace.instrument(store=sys.argv[2], tracer_provider=provider)
     engine = AsyncLLM.from_engine_args(
@@ -131,7 +136,6 @@ async def main():
         tokens = await asyncio.gather(
             ask(engine, "called", headers=caller), ask(engine, "current"), ask(engine, "two", n=2, temperature=1.0)
         )
-    tokens.append(await pieces(engine))
     say("TOKENS", tokens)
     say("FLUSHED", stagetrace.flush(20))
     say("STATE", state() | {"method": os.environ["VLLM_WORKER_MULTIPROC_METHOD"]})
@@ -145,8 +149,6 @@ async def main():
 
 if __name__ == "__main__":
     from vllm import AsyncEngineArgs, SamplingParams
-    from vllm.engine.protocol import StreamingInput
-    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
     asyncio.run(main())
 """
@@ -191,10 +193,10 @@ class Seen:
         return found
 
 
-def run(program: str, starter: Starter, model: Path, folder: Path, name: str, **more: str) -> Seen:
+def run(program: str, starter: Starter, model: Path, folder: Path, name: str) -> Seen:
     script, store = folder / "program.py", folder / "store.db"
     script.write_text(HOST + program)
-    environment = {**os.environ, **starter.engine.environment(), **CONFIGURATIONS[name].environment(), **more}
+    environment = {**os.environ, **starter.engine.environment(), **CONFIGURATIONS[name].environment()}
     done = subprocess.run(
         [sys.executable, str(script), str(model), str(store), starter.prompt(60, 1)],
         env=environment, capture_output=True, text=True, timeout=280,
@@ -224,14 +226,20 @@ def check_stages(seen: Seen, above: str, record: RequestRecord, keys: Sequence[s
 ALL = [stage.key for stage in STAGES]
 
 
-def test_the_engine_s_server_in_the_host_s_process(starter: Starter, model: Path, tmp_path: Path) -> None:
-    seen = run(SERVER, starter, model, tmp_path, "plain")
+@pytest.fixture(scope="module")
+def server(starter: Starter, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return run(SERVER, starter, model, tmp_path_factory.mktemp("server"), "plain")
+
+
+def test_the_engine_s_server_in_the_host_s_process(server: Seen) -> None:
+    seen = server
     check_all(seen.records, complete=True)
     assert seen.said["ANSWERS"] == [200, 200, 200, 400, 200] and seen.said["FLUSHED"] is True
     assert seen.said["STATE"]["collector"] == "thread"
     assert seen.said["STATE"]["threads"].count("stagetrace-collector") == 1
-    by_trace = {record.trace_id: record for record in seen.records if record.sequence == 0}
-    assert len(seen.records) == 6 and len(by_trace) == 5
+    over_http = [record for record in seen.records if record.request_id != "pieces"]
+    by_trace = {record.trace_id: record for record in over_http if record.sequence == 0}
+    assert len(over_http) == 6 and len(by_trace) == 5
     called, unsampled, refused = (by_trace[digit * 32] for digit in "abc")
     assert (called.parent_span_id, unsampled.parent_span_id) == ("a" * 16, "b" * 16)
     root = seen.root(called)
@@ -253,24 +261,29 @@ def test_the_engine_s_server_in_the_host_s_process(starter: Starter, model: Path
     assert {trace: span["parent"] for trace, span in middleware.items()} == {
         record.trace_id: record.span_id for record in by_trace.values() if record is not unsampled
     }
-    assert len([span for span in seen.spans if span["kind"] == "SERVER"]) == 4
+    assert len([span for span in seen.spans if span["kind"] == "SERVER"]) == 5, "that of the pieces, too"
 
 
-@pytest.fixture(scope="module")
-def direct(starter: Starter, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """The engine's processes are forked from one that has our thread and, later, live spans."""
-    fork = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-    return run(DIRECT, starter, model, tmp_path_factory.mktemp("direct"), "plain", **fork)
+def test_a_request_that_comes_in_pieces_is_one(server: Seen) -> None:
+    (record,) = [record for record in server.records if record.request_id == "pieces"]
+    root = server.root(record)
+    assert root["parent"] == server.one("host session")["id"]
+    check_stages(server, root["id"], record, ALL)
+    assert (record.status, record.prompt_tokens) == ("ok", 3), "the first piece is what was waited for"
+    assert record.output_tokens == len(record.token_times_ms) == server.said["PIECES"] == 12
+    assert record.ttft_ms is not None and record.e2e_ms is not None
+    assert record.ttft_ms < 500 < 1500 <= record.e2e_ms
 
 
-def test_asyncllm_in_the_host_s_process_under_fork(direct: Seen) -> None:
-    seen = direct
+def test_asyncllm_in_the_host_s_process_under_fork(starter: Starter, model: Path, tmp_path: Path) -> None:
+    """The engine's process is forked from one that has our thread."""
+    seen = run(DIRECT, starter, model, tmp_path, "v2_async_uni_fork")
     assert seen.said["FLUSHED"] is True
     assert seen.said["STATE"]["method"] == "fork", "vLLM changes it where it must not be"
     assert (seen.said["STATE"]["collector"], seen.said["AFTER"]["collector"]) == ("thread", None)
     assert "stagetrace-collector" not in seen.said["AFTER"]["threads"]
     known = {record.request_id: record for record in seen.records if record.sequence == 0}
-    assert set(known) == {"called", "current", "two", "pieces", "unfinished"}
+    assert set(known) == {"called", "current", "two", "unfinished"}
     done = [record for record in seen.records if record.request_id != "unfinished"]
     check_all(done)
     for name in ("called", "current"):
@@ -283,18 +296,7 @@ def test_asyncllm_in_the_host_s_process_under_fork(direct: Seen) -> None:
     assert len([s for s in seen.below(known["two"].span_id) if s["name"].startswith("sequence")]) == 2
     unfinished = seen.root(known["unfinished"])
     assert unfinished["status"] == "in_flight"
-    assert len([span for span in seen.spans if span["kind"] == "SERVER"]) == 5
-
-
-def test_a_request_that_comes_in_pieces_is_one(direct: Seen) -> None:
-    (record,) = [record for record in direct.records if record.request_id == "pieces"]
-    root = direct.root(record)
-    assert root["parent"] == direct.one("host session")["id"]
-    check_stages(direct, root["id"], record, ALL)
-    assert (record.status, record.prompt_tokens) == ("ok", 3), "the first piece is what was waited for"
-    assert record.output_tokens == len(record.token_times_ms) == direct.said["TOKENS"][3] == 12
-    assert record.ttft_ms is not None and record.e2e_ms is not None
-    assert record.ttft_ms < 500 < 1500 <= record.e2e_ms
+    assert len([span for span in seen.spans if span["kind"] == "SERVER"]) == 4
 
 
 def test_offline_and_gone(starter: Starter, model: Path, tmp_path: Path) -> None:

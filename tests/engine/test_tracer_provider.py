@@ -40,7 +40,7 @@ class Printing(SpanExporter):
             })
         return SpanExportResult.SUCCESS
 
-provider = TracerProvider(resource=Resource({"service.name": "host"}))
+provider = TracerProvider(resource=Resource.create({"service.name": "host"}))
 provider.add_span_processor(SimpleSpanProcessor(Printing()))
 tracer = provider.get_tracer("host")
 

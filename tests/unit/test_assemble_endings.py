@@ -139,8 +139,11 @@ def test_a_request_that_the_engine_gives_up_on() -> None:
 def test_tokens_that_the_engine_has_not_counted_are_counted_from_its_steps() -> None:
     """Of a request that comes in pieces, the engine knows those since the last piece."""
     script = Script().run(Ask(kind="direct", output=12))
-    script.change(marks.FREE, lambda mark: mark._replace(a=0, b=-1))
+    (freed,) = [mark.t for _, _, mark in script.written if isinstance(mark, Mark) and mark.kind == marks.FREE]
+    freed += 50 * MS  # its caller closes it while it waits for more: no output says so
+    script.change(marks.FREE, lambda mark: mark._replace(t=freed, a=0, b=-1))
     (record,) = script.records()
+    assert record.e2e_ms == pytest.approx((freed - script.roots[0].started) / MS)
     check_all([record], complete=True)
     assert (record.status, record.finish_reason, record.output_tokens) == ("ok", None, 12)
 

@@ -130,7 +130,8 @@ class Assembler:
         if free is None:  # the engine may never have had it, or be gone
             given_up = sequence.aborted
             return given_up if given_up is not None and now - given_up > GRACE_NS else None
-        if sequence.stopped is not None or free.a in CUT_SHORT:
+        silent = free.b < 0 and not free.a  # it came in pieces, and the caller has closed it: no output says so
+        if sequence.stopped is not None or free.a in CUT_SHORT or silent:
             return sequence.stopped or free.t
         batches = self.book.outputs.get(root.pid)
         processed = batches.after(free.t) if batches else None

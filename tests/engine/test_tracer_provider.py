@@ -20,6 +20,9 @@ from tests.engine.configurations import CONFIGURATIONS
 from tests.engine.conftest import Starter
 from tests.invariants import check_all
 
+ALL = [stage.key for stage in STAGES]
+#: What programs say, beside their spans; the engine writes to the same place.
+SAID = ("AFTER", "ANSWERS", "FLUSHED", "GLOBAL", "PIECES", "STATE")
 #: A host with a provider of its own. SPAN lines are what it has exported.
 HOST = """
 import asyncio, json, os, sys, threading
@@ -133,10 +136,9 @@ async def main():
     )
     caller = {"traceparent": f"00-{'a' * 32}-{'1' * 16}-01"}
     with tracer.start_as_current_span("host task"):
-        tokens = await asyncio.gather(
+        await asyncio.gather(
             ask(engine, "called", headers=caller), ask(engine, "current"), ask(engine, "two", n=2, temperature=1.0)
         )
-    say("TOKENS", tokens)
     say("FLUSHED", stagetrace.flush(20))
     say("STATE", state() | {"method": os.environ["VLLM_WORKER_MULTIPROC_METHOD"]})
     running = asyncio.create_task(ask(engine, "unfinished", max_tokens=2000))
@@ -208,7 +210,7 @@ def run(program: str, starter: Starter, model: Path, folder: Path, name: str) ->
         word, _, text = line.partition(" ")
         if word == "SPAN":
             spans.append(json.loads(text))
-        elif word.isupper() and text[:1] in tuple('[{"ft'):
+        elif word in SAID:
             said[word] = json.loads(text)
     return Seen(said, spans, load(store).requests, done.stderr)
 
@@ -221,9 +223,6 @@ def check_stages(seen: Seen, above: str, record: RequestRecord, keys: Sequence[s
     for key, span in found.items():
         start = timed[key].start_ms
         assert start is not None and span["start"] == record.start_unix_ns + round(start * 1e6)
-
-
-ALL = [stage.key for stage in STAGES]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help bootstrap demo test viewers check format bench clean
+.PHONY: help bootstrap demo test viewers check format bench faults clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## */\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -33,6 +33,9 @@ format: bootstrap  ## put the sources into the one format
 
 bench: bootstrap  ## what recording costs, measured here
 	$(BIN)/python -m benchmarks $(ARGS)
+
+faults: bootstrap  ## does time land in the stage it belongs to? a real server, delayed at known places
+	$(BIN)/python -m tests.faults $(ARGS)
 
 clean:  ## remove what builds and tests left (the environment stays: rm -r .venv)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

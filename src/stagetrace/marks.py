@@ -67,6 +67,7 @@ EMBEDDING = 69  # d = rows
 
 # Fields of text records. Key = root, sequence, or 0 for the process itself.
 TRACEPARENT, TRACESTATE, CLIENT_ID, ROUTE, MODEL, EXTERNAL_ID, INTERNAL_ID, ENGINE, HOOK, ERROR = range(1, 11)
+GPU = 11  # of a worker, once: "ENGINE RANK CARD NAME", where CARD is as the driver names it, or "-"
 
 #: Where a root comes from: an HTTP call, an offline call, code that holds the engine itself, or an HTTP call that our
 #: layer around the application has failed to watch, so that it is known from the engine's door on only.

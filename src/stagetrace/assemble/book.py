@@ -136,6 +136,8 @@ class Book:
         self.outputs: dict[int, Outputs] = {}
         self.settings: dict[str, str] = {}
         self.hooks: dict[int, dict[str, str]] = {}
+        #: What workers say of the GPU they have, by process: see :data:`stagetrace.marks.GPU`.
+        self.gpus: dict[int, str] = {}
         self.fresh_steps: list[int] = []
         #: By step: who had prompt positions computed there, and how many.
         self.prefills: dict[int, list[tuple[Sequence, int]]] = {}
@@ -215,6 +217,8 @@ class Book:
         elif mark.field == marks.HOOK:
             target, _, state = mark.text.partition(" ")
             self.hooks.setdefault(pid, {})[target] = state
+        elif mark.field == marks.GPU:
+            self.gpus[pid] = mark.text
         elif mark.field == marks.INTERNAL_ID:
             self._of_front_end(mark.key).internal_id = mark.text
         elif mark.key in self.roots:

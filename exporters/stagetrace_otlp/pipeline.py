@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import Counter, deque
@@ -15,6 +16,8 @@ from stagetrace.exporting import Say
 
 #: Bytes per message, as estimated by :func:`weight`: well below the 4 MiB that a gRPC receiver takes.
 BATCH_BYTES = 2 << 20
+#: So many failed messages may lie about as garbage before it is collected: about 0.3 MB each.
+GARBAGE_MESSAGES = 8
 
 
 class Pipeline:
@@ -40,6 +43,7 @@ class Pipeline:
         self._held = 0
         #: Spans taken out of the queue whose fate is not known yet.
         self._away = 0
+        self._failed = 0
         self._wake = threading.Condition()
         self._hurry = self._closing = self._over = self._complained = False
         # Started only now, in the collector: never in an engine's process.
@@ -121,9 +125,19 @@ class Pipeline:
             else:
                 self.dropped[reason] += len(message)
             self._wake.notify_all()
-        if not accepted and not self._complained:
+        if not accepted:
+            self._fail(message)
+
+    def _fail(self, message: list[ReadableSpan]) -> None:
+        if not self._complained:
             self._complained = True
             self._say(f"the OTLP endpoint did not take {len(message)} spans; serving goes on, drops are counted")
+        # The official exporters keep the error in the frame that it was raised in: a cycle, which holds the message in
+        # both its forms. So few objects, old ones, do not bring Python's own collection about for many minutes.
+        message.clear()
+        self._failed += 1
+        if self._failed % GARBAGE_MESSAGES == 0:
+            gc.collect()
 
 
 def aside(work: Callable[[], object]) -> threading.Thread | None:

@@ -13,7 +13,7 @@ _ENOUGH = 100
 
 
 class Policy:
-    """The caller decides where there is one; else the sampler, and then errors and slow requests are kept anyway."""
+    """The caller decides where there is one; else the sampler, then errors (not 4xx) and slow requests are kept."""
 
     def __init__(self, environment: Mapping[str, str], ratio: float | None = None) -> None:
         """``ratio`` (``--sample``) goes before ``OTEL_TRACES_SAMPLER``. ValueError with one line for a bad value."""
@@ -30,7 +30,9 @@ class Policy:
     def exports(self, records: Sequence[RequestRecord]) -> bool:
         """Whether the call that ``records`` belong to is to be exported."""
         first = records[0]
-        failed, slow = any(r.status == "error" for r in records), self._slow(first)
+        # Not what the request itself was to blame for: one client's nonsense would undo the sampling of all.
+        failed = any(record.status == "error" for record in records) and not refused(records)
+        slow = self._slow(first)
         if first.caller_sampled is True:
             return True
         if first.caller_sampled is False:
@@ -43,6 +45,11 @@ class Policy:
         limit = percentile(self._recent, SLOW_PERCENTILE) if len(self._recent) >= _ENOUGH else None
         self._recent.append(record.e2e_ms)
         return limit is not None and record.e2e_ms > limit
+
+
+def refused(records: Sequence[RequestRecord]) -> bool:
+    """Whether the server answered that the request was at fault (4xx)."""
+    return 400 <= (records[0].http_status or 0) < 500
 
 
 def _from_environment(environment: Mapping[str, str]) -> float:

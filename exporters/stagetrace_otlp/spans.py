@@ -20,6 +20,7 @@ from opentelemetry.trace.status import Status, StatusCode
 from stagetrace.exporting import RequestRecord, StageRecord
 
 from .pipeline import weight
+from .policy import refused
 
 Value = str | bool | int | float
 SCOPE = InstrumentationScope("stagetrace")
@@ -193,8 +194,7 @@ def _status(records: Sequence[RequestRecord]) -> Status:
 
     The HTTP conventions want it so of a server's span, see docs/decisions/0009-errors-on-the-wire.md.
     """
-    refused = 400 <= (records[0].http_status or 0) < 500
-    return Status(StatusCode.ERROR if _error(records) and not refused else StatusCode.UNSET)
+    return Status(StatusCode.ERROR if _error(records) and not refused(records) else StatusCode.UNSET)
 
 
 def _root_values(records: Sequence[RequestRecord]) -> dict[str, Any]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,10 +22,13 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from stagetrace.collect import sinks
 from stagetrace.exporting import Health, Options, Sink
 from stagetrace.model import RequestRecord, RunRecord
+from stagetrace_otlp import pipeline as pipeline_module
 from stagetrace_otlp import settings, spans
 from stagetrace_otlp.pipeline import Pipeline
 from stagetrace_otlp.policy import Policy
+from stagetrace_otlp.sink import span_exporter
 from tests.receivers import Receiver, attributes, check_rules, free_port, receiver, silent
+from tests.unit.helpers import wait_until
 from tests.unit.scripted import MS, Ask, Script
 
 RUN = RunRecord("session", "paper", "1", "tiny")
@@ -33,16 +41,12 @@ def records() -> list[RequestRecord]:
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(name)
 
 
 def made(said: list[str], **more: Any) -> Sink:
     """The one sink that these options and the environment ask for."""
-    import os
-
     (sink,) = sinks.build(Options(**more), os.environ, said.append)
     sink.run(RUN)
     return sink
@@ -152,6 +156,19 @@ def test_without_a_caller_the_sampler_decides_and_errors_are_kept() -> None:
     assert not Policy({"OTEL_TRACES_SAMPLER": "always_off"}).exports(asked(None, "error", trace=low))
     kept = sum(Policy({}, 0.25).exports(asked(None, trace=n << 56 | 1)) for n in range(0, 256, 8))
     assert kept == 8
+
+
+def test_what_the_client_got_wrong_is_sampled_like_the_rest() -> None:
+    """Else one client's bad requests would have all of theirs exported, whatever --sample says."""
+    policy = Policy({"STAGETRACE_EXPORT_UNSAMPLED": "errors"}, 0.25)
+    high, low = (1 << 64) - 1, 1
+
+    def failed(status: int, trace: int, sampled: bool | None = None) -> bool:
+        return policy.exports([replace(r, http_status=status) for r in asked(sampled, "error", trace=trace)])
+
+    assert not failed(400, high) and not failed(404, high) and failed(400, low)
+    assert failed(500, high) and failed(200, high), "200: it failed after it had begun to answer"
+    assert not failed(422, low, sampled=False) and failed(503, low, sampled=False)
 
 
 def test_slow_requests_are_kept_once_it_is_known_what_slow_is() -> None:
@@ -331,6 +348,40 @@ def test_an_exporter_that_raises_is_one_line_and_counted(records: list[RequestRe
         time.sleep(0.02)
     pipeline.close(3.0)
     assert dropped == {"RuntimeError": 13 * len(records)} and len(said) == 1
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+def test_what_failed_to_go_out_does_not_lie_about(
+    protocol: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The official exporters leave their error in a cycle with the message, as a frame that nobody runs any more."""
+
+    def left() -> int:
+        return sum(isinstance(each, FrameType) and each.f_code.co_name == "export" for each in gc.get_objects())
+
+    caplog.set_level(logging.CRITICAL, "opentelemetry")  # as in a collector: a record that is kept keeps the error
+    monkeypatch.setattr(pipeline_module, "GARBAGE_MESSAGES", 2)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    asked = read({**os.environ}, otlp=f"http://127.0.0.1:{free_port()}")
+    assert asked and asked.traces
+    dropped = Counter[str]()
+    calls = Script().run(*(Ask(at=n * MS, output=4) for n in range(2))).records()
+    traces = [spans.trace([call], Resource({})) for call in calls]
+    kept = [weakref.ref(span) for trace in traces for span in trace]
+    gc.collect()
+    gc.disable()
+    try:
+        pipeline = Pipeline(span_exporter(asked.traces), lambda line: None, dropped, batch_spans=13)
+        pipeline.put(traces.pop())
+        wait_until(lambda: dropped.total() == 13, "the first failure")
+        assert left()
+        pipeline.put(traces.pop())
+        wait_until(lambda: dropped.total() == 26 and not left(), "the collection")
+        pipeline.close(1.0)
+        assert not any(span() for span in kept)
+    finally:
+        gc.enable()
 
 
 def test_an_exporter_s_fault_stays_its_own(records: list[RequestRecord]) -> None:

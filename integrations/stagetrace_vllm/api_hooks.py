@@ -66,8 +66,8 @@ def pooling_entered(serving: Any, request: Any) -> Held | None:
     return None if root is None else (root, hold(root, parts(request)))
 
 
-def pooling_left(state: Held | None, _serving: Any, _result: Any) -> None:
-    """Answered, or given up."""
+def let_go(state: Held | None) -> None:
+    """Another call's text may get the place of this one's in memory, and must not be taken for it."""
     if state is not None:
         release(*state)
 
@@ -99,13 +99,6 @@ def tokenize_left(state: Held | None, _renderer: Any, prompts: Any) -> None:
         return
     counts = [len(ids) for p in prompts if isinstance(p, dict) and (ids := p.get("prompt_token_ids")) is not None]
     recorder.mark(marks.TOKENIZED, state[0].number, sum(counts) if len(counts) == len(prompts) else -1)
-    release(*state)
-
-
-def tokenize_failed(state: Held | None, _renderer: Any, _error: BaseException) -> None:
-    """Forget the texts of a tokenisation that raised."""
-    if state is not None:
-        release(*state)
 
 
 def tokenizer_took(_renderer: Any, prompt: Any) -> None:
@@ -176,6 +169,11 @@ def outputs_left(state: tuple[int, int, int], _processor: Any, result: Any) -> N
         recorder.mark(marks.STOPPED, key_of(identifier))
 
 
+def finished(_processor: Any, state: Any, reason: Any) -> None:
+    """What the client is told: a stop string may be complete with the very token that the engine ends with anyway."""
+    recorder.mark(marks.FINISHED, key_of(state.request_id), marks.finish_code(reason))
+
+
 def aborting(processor: Any, request_ids: Any, internal: Any) -> Any:
     """The front end gives requests up. ``request_ids`` may be any iterable: only re-iterable ones are read."""
     if not isinstance(request_ids, list | tuple | set):
@@ -194,7 +192,7 @@ _OUTPUTS = "vllm.v1.engine.output_processor:OutputProcessor"
 
 def _tokenizes(method: str, awaits: bool) -> HookSpec:
     return HookSpec(
-        f"{_RENDERER}.{method}", tokenize_entered, tokenize_left, tokenize_failed, takes=("prompts",), awaits=awaits
+        f"{_RENDERER}.{method}", tokenize_entered, tokenize_left, done=let_go, takes=("prompts",), awaits=awaits
     )
 
 
@@ -205,7 +203,11 @@ def _handler(name: str, target: str, *otherwise: str, stages: tuple[str, ...] = 
 
 def _offline_call(method: str) -> HookSpec:
     return HookSpec(
-        f"vllm.entrypoints.llm:LLM.{method}", roots.offline_entered, roots.offline_left, roots.offline_failed
+        f"vllm.entrypoints.llm:LLM.{method}",
+        roots.offline_entered,
+        roots.offline_left,
+        roots.offline_failed,
+        roots.offline_done,
     )
 
 
@@ -218,15 +220,15 @@ GROUPS = (
     )),
     HookGroup("direct", (), (
         HookSpec("vllm.v1.engine.async_llm:AsyncLLM.add_request", roots.direct_entered, roots.direct_left,
-                 roots.direct_failed, takes=("request_id", "prompt", "trace_headers"), awaits=True),
+                 roots.direct_failed, roots.direct_done, takes=("request_id", "prompt", "trace_headers"), awaits=True),
     )),
     HookGroup("direct_offline", (), (
         HookSpec("vllm.v1.engine.llm_engine:LLMEngine.add_request", roots.direct_entered, roots.direct_left,
-                 roots.direct_failed, takes=("request_id", "prompt", "trace_headers")),
+                 roots.direct_failed, roots.direct_done, takes=("request_id", "prompt", "trace_headers")),
     )),
     HookGroup("direct_prompt", (), (
         HookSpec("vllm.v1.engine.input_processor:InputProcessor.process_inputs", roots.prompt_entered,
-                 roots.prompt_left, roots.prompt_left, takes=("request_id",)),
+                 done=roots.prompt_done, takes=("request_id",)),
     ), optional=True),
     HookGroup("http", ("http_receive", "chat_template", "tokenize", "detokenize", "decode", "teardown"), (
         HookSpec(roots.APPLICATION, leave=shell, replaces=True, pausable=False),
@@ -240,15 +242,14 @@ GROUPS = (
     _handler("token_ids", "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens.serve_tokens",
              "vllm.entrypoints.serve.disagg.serving:ServingTokens.serve_tokens"),
     HookGroup("pooling", (), (
-        HookSpec(f"{_POOLING}:PoolingBaseServing.__call__", pooling_entered, pooling_left, pooling_left,
+        HookSpec(f"{_POOLING}:PoolingBaseServing.__call__", pooling_entered, done=let_go,
                  takes=("request",), awaits=True, otherwise=(
                      f"{_POOLING}:PoolingServingBase.__call__", f"{_POOLING}:PoolingServing.__call__",
                  )),
     )),
     HookGroup("render", ("chat_template", "tokenize"), (
         HookSpec(f"{_RENDERER}.render_chat_async", render_entered, takes=("conversations",)),
-        HookSpec(f"{_RENDERER}.render_chat", render_entered, roots.prompt_left, roots.prompt_left,
-                 takes=("conversations",)),
+        HookSpec(f"{_RENDERER}.render_chat", render_entered, done=roots.prompt_done, takes=("conversations",)),
         _tokenizes("tokenize_prompts_async", awaits=True),
         _tokenizes("tokenize_prompts", awaits=False),
     )),
@@ -263,6 +264,9 @@ GROUPS = (
                  takes=("engine_core_outputs", "engine_core_timestamp")),
         HookSpec(f"{_OUTPUTS}.abort_requests", aborting, takes=("request_ids", "internal")),
     )),
+    HookGroup("finish_reason", (), (
+        HookSpec(f"{_OUTPUTS}._update_stats_from_finished", finished, takes=("req_state", "finish_reason")),
+    ), optional=True),
     HookGroup("offline", ("teardown",), (
         _offline_call("generate"),
         _offline_call("chat"),

@@ -75,7 +75,7 @@ def begin(scope: Scope, receive: Receive, send: Send) -> Watch | None:
             return None
         headers = texts(scope.get("headers") or ())
         root = roots.begin(marks.HTTP, route.operation, headers=headers)
-        root.numbered = route.numbered
+        root.numbered, root.judged = route.numbered, "traceparent" in headers
         recorder.text(marks.ROUTE, root.number, path)
         if "x-request-id" in headers:
             recorder.text(marks.CLIENT_ID, root.number, headers["x-request-id"])
@@ -89,7 +89,7 @@ def texts(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     """Those of a request's headers that are ours to read.
 
     Of several ids the first is what the engine goes by. Several parents are none, and several states one: so says the
-    specification. What is over-long, unprintable or empty is nobody's.
+    specification. What is over-long, unprintable or empty is nobody's. A parent that is none is empty.
     """
     given: dict[str, list[bytes]] = {}
     for name, value in headers:
@@ -99,9 +99,10 @@ def texts(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for key, values in given.items():
         text = (b",".join(values) if key == "tracestate" else values[0]).decode("latin-1")
-        several = key == "traceparent" and len(values) > 1
-        if text.strip() and parents.kept(key, text) and not several:
-            found[key] = text
+        parent = key == "traceparent"
+        usable = text.strip() and parents.kept(key, text) and not (parent and len(values) > 1)
+        if usable or parent:
+            found[key] = text if usable else ""
     return found
 
 
@@ -141,12 +142,11 @@ class Watch:
         root = self.root
         body = message.get("body") or b""
         self._complete = not message.get("more_body", False)
-        if root.streams:
-            if body.startswith(FAILURE):
-                recorder.mark(marks.FAILED, root.number, named_status(body))
-            elif not root.text_sent and has_text(body):
-                root.text_sent = True
-                recorder.mark(marks.FIRST_TEXT, root.number)
+        if body.startswith(FAILURE):
+            recorder.mark(marks.FAILED, root.number, named_status(body))
+        elif root.streams and not root.text_sent and has_text(body):
+            root.text_sent = True
+            recorder.mark(marks.FIRST_TEXT, root.number)
         recorder.mark(marks.SENT, root.number, len(body))
 
     def end(self, raised: BaseException | None = None) -> None:

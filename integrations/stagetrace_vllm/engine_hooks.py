@@ -123,7 +123,10 @@ def schedule_entered(_scheduler: Any) -> int:
 def scheduled(entered: int, scheduler: Any, output: Any) -> None:
     """A step is composed: write its size, and who joined, left or runs other than one token."""
     counts = output.num_scheduled_tokens
-    batch: Batch = scheduler._stagetrace
+    try:
+        batch: Batch = scheduler._stagetrace
+    except AttributeError:  # its building went unseen
+        batch = scheduler._stagetrace = Batch()
     running, waiting = scheduler.get_request_counts()
     usage = round(scheduler.kv_cache_manager.usage * 1_000_000)
     # Of empty steps only what they change: without the one after the last request, gauges would show it for ever.
@@ -226,13 +229,12 @@ def freed(state: tuple[int, Any, int, int], scheduler: Any, _result: Any) -> Non
     # A full block stays findable by its hash until somebody else needs it.
     kept = min(len(request.block_hashes), held) if manager.enable_caching else 0
     reason = request.get_finished_reason()
-    code = 0 if getattr(request, "_stagetrace_over", False) else _FINISH.get(getattr(reason, "name", ""), 0)
+    code = 0 if getattr(request, "_stagetrace_over", False) else marks.finish_code(reason)
     # The engine counts those since the last piece came.
     tokens = -1 if getattr(request, "streaming_queue", None) is not None else request.num_output_tokens
     recorder.mark(marks.FREE, key_of(request.request_id), code, tokens, held | kept << 32, given_back, t=ended)
 
 
-_FINISH = {name.upper(): code for code, name in marks.FINISH.items()}
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _BLOCKS = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 

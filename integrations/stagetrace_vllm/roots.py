@@ -78,7 +78,7 @@ def begin(kind: int, operation: int = _GENERATE, started: int = 0, headers: Head
 
 def adopt(root: Root, caller: parents.Caller | None) -> None:
     """Give the root a parent that came later, unless the request has brought one, or its span has begun."""
-    if root.live is None and not (root.caller is not None and root.caller.explicit):
+    if root.live is None and not root.judged and not (root.caller is not None and root.caller.explicit):
         _note(root, caller)
 
 
@@ -95,7 +95,16 @@ def end(root: Root, raised: BaseException | None = None) -> None:
     """Note that the call is over."""
     if raised is not None:
         recorder.text(marks.ERROR, root.number, marks.class_of(raised))
-    recorder.mark(marks.END, root.number, raised is not None, not root.sequences and troubled(HAND_OVER))
+    unseen = root.entered and not root.sequences and troubled(HAND_OVER)
+    recorder.mark(marks.END, root.number, raised is not None, marks.ENGINE_UNSEEN if unseen else 0)
+    root.over = True
+
+
+def ended_unseen(root: Root) -> None:
+    """Note that a call is over whose end we have missed: neither when it was is known, nor how."""
+    if not root.over:
+        recorder.mark(marks.END, root.number, 0, marks.END_UNSEEN)
+        root.over = True
 
 
 def headers_of(root: Root, share: float | None) -> dict[str, str] | None:
@@ -152,6 +161,7 @@ def direct_entered(_engine: Any, request_id: Any, prompt: Any, trace_headers: An
     root = root_now()
     if root is not None:
         adopt(root, parents.of_headers(trace_headers))
+        root.entered = True
         return None
     root = begin(*stranger(), headers=trace_headers)
     _at_the_door[request_id] = root
@@ -164,19 +174,28 @@ def direct_left(state: AtTheDoor | None, _engine: Any, _result: Any) -> None:
         return
     if state.root is not None and not state.root.sequences:
         # The hand-over went unseen, and nothing more will be heard of it.
-        recorder.mark(marks.END, state.root.number, 0, 1)
-    state.leave()
+        recorder.mark(marks.END, state.root.number, 0, marks.ENGINE_UNSEEN)
+        state.root.over = True
 
 
 def direct_failed(state: AtTheDoor | None, _engine: Any, error: BaseException) -> None:
     """The engine refused it, or the caller gave it up at the door."""
     if state is None:
+        if (known := root_now()) is not None:
+            known.entered = False
         return
     if state.root is not None:
         if isinstance(error, CancelledError):
             recorder.mark(marks.DISCONNECT, state.root.number)
         end(state.root, error)
-    state.leave()
+
+
+def direct_done(state: AtTheDoor | None) -> None:
+    """What comes next is another call. One without a sequence that has not ended by now never will."""
+    if state is not None:
+        state.leave()
+        if state.root is not None and not state.root.sequences:
+            ended_unseen(state.root)
 
 
 def _leave(before: Entered, request_id: str) -> None:
@@ -206,7 +225,7 @@ def prompt_entered(_processor: Any, request_id: Any) -> Entered | None:
     return enter(root) if root is not None else None
 
 
-def prompt_left(entered: Entered | None, _processor: Any, _result: Any) -> None:
+def prompt_done(entered: Entered | None) -> None:
     """The thread may serve others now."""
     if entered is not None:
         leave(entered)
@@ -231,9 +250,15 @@ def offline_failed(outermost: bool, _llm: Any, error: BaseException) -> None:
 
 
 def _offline_end(outermost: bool, raised: BaseException | None = None) -> None:
+    for root in _offline.call.roots if outermost and _offline.call else ():
+        end(root, raised)
+
+
+def offline_done(outermost: bool) -> None:
+    """What comes next is another call; roots that have not ended by now never will."""
     call = _offline.call
     if not outermost or call is None:
         return
     _offline.call = None
     for root in call.roots:
-        end(root, raised)
+        ended_unseen(root)

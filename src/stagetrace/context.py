@@ -52,6 +52,12 @@ class Root:
     numbered: str = ""
     received_bytes: int = 0
     handled: bool = False
+    #: Its headers have said whose child it is, or that it is nobody's; what the engine reads in them does not count.
+    judged: bool = False
+    #: The engine has taken it.
+    entered: bool = False
+    #: Its end has been noted.
+    over: bool = False
     text_sent: bool = False
     streams: bool = False
     #: Sequence numbers handed to the engine so far.

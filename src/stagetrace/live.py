@@ -56,7 +56,9 @@ def server(directory: Path) -> Server:
         for mark in ring.read():
             if isinstance(mark, TextMark) and mark.field == marks.HOOK:
                 target, _, state = mark.text.partition(" ")
-                hooks.setdefault(str(ring.pid), {})[target] = state
+                of_process = hooks.setdefault(str(ring.pid), {})
+                # Threads have rings of their own, in no order; and with a hook it only ever gets worse.
+                of_process[target] = max(state, of_process.get(target, "waiting"), key=badness)
         ring.close()
     states: dict[str, str] = {}
     for of_process in hooks.values():

@@ -39,9 +39,12 @@ STATUS = 12  # response started: a = HTTP status
 FIRST_TEXT = 13  # first generated text sent: t = send done
 SENT = 14  # a body chunk sent: a = bytes
 DISCONNECT = 15  # the client went away
-END = 16  # the call returned: a = 1 when it raised, b = 1 when nobody saw what became of it in the engine
+END = 16  # the call returned: a = 1 when it raised, b = one of the two below, or 0
 FAILED = 17  # a stream said that it has failed: a = the HTTP status it names
 BACKGROUND = 18  # it is to be answered before the engine has done it
+FINISHED = 19  # key = sequence: the front end took it for finished: a = finish code
+#: What an END does not know: what became of the call in the engine, or when and how the call itself ended.
+ENGINE_UNSEEN, END_UNSEEN = 1, 2
 # Engine core, keyed by sequence unless said otherwise.
 ARRIVE = 32  # request decoded
 ENQUEUE = 33  # handed to the scheduler: a = waiting, b = running, c = 1 while its grammar is being compiled
@@ -77,6 +80,7 @@ OPERATIONS = {
     5: "pooling", 6: "classify", 7: "score", 8: "rerank",
 }  # fmt: skip
 FINISH = {1: "stop", 2: "length", 3: "abort", 4: "error", 5: "repetition", 0: "unknown"}
+_FINISH_CODES = {name: code for code, name in FINISH.items()}
 
 
 class Mark(NamedTuple):
@@ -107,6 +111,11 @@ def key_of(identifier: str) -> int:
     distinct, because the engine refuses a duplicate.
     """
     return int.from_bytes(blake2b(identifier.encode(), digest_size=8).digest(), "little")
+
+
+def finish_code(reason: object) -> int:
+    """The code of an engine's finish reason, a member of an enumeration; 0 for none, or one that is not known."""
+    return _FINISH_CODES.get(getattr(reason, "name", "").lower(), 0)
 
 
 def class_of(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -12,6 +13,11 @@ from stagetrace.model import RequestRecord
 from stagetrace.stages import BY_KEY, STAGES
 from tests.invariants import check_all
 from tests.unit.scripted import API, CORE, MAIN, MS, US, WORKER, Ask, Script, kinds
+
+
+class Reason(Enum):
+    STOP, OTHER = range(2)
+
 
 KEYS = [stage.key for stage in STAGES]
 
@@ -205,6 +211,17 @@ def test_an_http_call_that_is_known_from_the_engines_door_on_only() -> None:
     assert records[0].output_tokens == len(records[0].token_times_ms) == 6
 
 
+def test_an_offline_call_whose_end_went_unseen() -> None:
+    """Every token is there, so it was well; when its output was returned, nobody knows."""
+    script = Script().run(Ask(kind="offline"), Ask(kind="offline", output=90, abort_at=40 * MS))
+    script.change(marks.END, lambda mark: mark._replace(a=0, b=marks.END_UNSEEN))
+    records = script.records(drop=lambda mark: mark.kind == marks.FREE and mark.a == 3)
+    check_all(records)
+    assert [(r.status, r.e2e_ms, r.error_type) for r in records] == [("ok", None, None), ("error", None, "_OTHER")]
+    assert [s.key for s in records[0].stages if s.state == "not_observable"] == ["teardown"]
+    assert records[1].active_stage == "decode"
+
+
 def test_a_call_whose_hand_over_went_unseen() -> None:
     """Where it was when it was given up, nobody knows."""
     script = Script().run(Ask(), Ask(output=90, abort_at=40 * MS), Ask(kind="direct"))
@@ -239,6 +256,19 @@ def test_a_stream_that_says_it_has_failed() -> None:
     check_all(records)
     assert [(r.status, r.active_stage) for r in records] == [("error", "decode"), ("error", "tokenize")]
     assert [(r.http_status, r.error_type) for r in records] == [(200, "400"), (200, "400")]
+
+
+def test_a_stop_string_in_the_last_token_of_all() -> None:
+    """The engine says length, the client is told stop."""
+    script = Script().run(Ask(output=6), Ask(output=6))
+    sequence = script.roots[0].seqs[0]
+    assert sequence.freed is not None
+    t = sequence.freed + MS
+    script.written.append((t, MAIN, Mark(t, marks.FINISHED, sequence.number, marks.finish_code(Reason.STOP), 0, 0, 0)))
+    records = script.records()
+    check_all(records)
+    assert [(r.finish_reason, r.output_tokens) for r in records] == [("stop", 6), ("length", 6)]
+    assert [marks.finish_code(reason) for reason in (Reason.OTHER, None)] == [0, 0]
 
 
 def test_a_freeing_that_went_unseen_keeps_no_answered_call_open() -> None:

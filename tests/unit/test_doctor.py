@@ -288,6 +288,26 @@ def test_the_collector_keeps_what_a_ring_forgets(directory: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_hook_that_failed_in_another_thread_than_it_was_installed_in(directory: Path, first: bool) -> None:
+    """Each has a ring of its own, and the rings are read in no order."""
+    recorder = Recorder(directory)
+    recorder.text(marks.HOOK, 0, "core:Scheduler.schedule installed")
+    thread = threading.Thread(target=recorder.text, args=(marks.HOOK, 0, "core:Scheduler.schedule removed ValueError"))
+    thread.start()
+    thread.join()
+    collector = Collector(directory, [])
+    collector._discover()
+    collector.rings = dict(sorted(collector.rings.items(), reverse=first))
+    collector.poll()
+    lock = session.own(directory)
+    try:
+        assert server_of(directory).states == {"core:Scheduler.schedule": "removed ValueError"}
+    finally:
+        os.close(lock)
+    assert set(collector.assembler.book.hooks[os.getpid()].values()) == {"removed ValueError"}
+
+
 # ---------------------------------------------------------------- the exporter
 
 

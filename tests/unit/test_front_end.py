@@ -153,6 +153,7 @@ def render(text: str) -> None:
     state = api_hooks.tokenize_entered(None, prompts)
     api_hooks.tokenizer_took(None, prompts[0])
     api_hooks.tokenize_left(state, None, [{"prompt_token_ids": [1, 2, 3]}])
+    api_hooks.let_go(state)
 
 
 def entered(body: Embedding) -> tuple[Root, Any]:
@@ -173,7 +174,7 @@ def test_threads_of_the_pool_know_whose_text_they_have(recorder: Recorder, direc
     body = Embedding(["some text", "another"])
     root, state = entered(body)
     rendered(body)
-    api_hooks.pooling_left(state, None, None)
+    api_hooks.let_go(state)
     assert [m.key for m in written(directory, marks.HANDLER)] == [root.number]
     for kind, values in ((marks.TOKENIZE, [7, 9]), (marks.TOKENIZE_RUN, [0, 0]), (marks.TOKENIZED, [3, 3])):
         found = written(directory, kind)
@@ -187,7 +188,7 @@ def test_an_object_that_two_calls_hold_is_nobodys(recorder: Recorder, directory:
     held_by = [entered(body) for body in bodies]
     rendered(*bodies)
     for _, state in held_by:
-        api_hooks.pooling_left(state, None, None)
+        api_hooks.let_go(state)
     found = written(directory, marks.TOKENIZE)
     assert sorted((m.key, m.a) for m in found) == sorted((root.number, 5) for root, _ in held_by)
 
@@ -198,7 +199,7 @@ def test_messages_rendered_in_a_thread(recorder: Recorder, directory: Path) -> N
     token = api_hooks.render_entered(None, [messages])
     assert current.get() is root
     render("a rendered string")
-    roots.prompt_left(token, None, None)
+    roots.prompt_done(token)
     held.release(root, kept)
     assert [(m.kind, m.key) for m in written(directory, marks.RENDER, marks.TOKENIZE)] == [
         (marks.RENDER, root.number), (marks.TOKENIZE, root.number)

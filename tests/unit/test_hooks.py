@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -206,6 +207,30 @@ def test_what_is_told_of_a_failing_hook(caplog: pytest.LogCaptureFixture) -> Non
         guard.failed(ValueError("a prompt"))
     assert told[:2] == [("hook", "failing ValueError"), ("hook", "removed ValueError")]
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("given", [1, KeyError("the host's")])
+@pytest.mark.parametrize("broken", ["none", "leave", "fail", "enter", "done"])
+@pytest.mark.parametrize("method", ["plain", "waits"])
+def test_what_enter_has_set_is_taken_back_whatever_fails(hook: Hook, method: str, broken: str, given: Any) -> None:
+    holding: list[str] = []
+
+    def act(name: str, effect: Callable[[], object]) -> Callable[..., object]:
+        return fails(ValueError("ours")) if name == broken else lambda *_: effect()
+
+    installer = hook(
+        spec(
+            f"Host.{method}", awaits=method == "waits",
+            enter=act("enter", lambda: holding.append("held")), leave=act("leave", lambda: None),
+            fail=act("fail", lambda: None), done=act("done", holding.clear),
+        )
+    )  # fmt: skip
+    with pytest.raises(KeyError) if isinstance(given, KeyError) else nullcontext():
+        result = getattr(Host(), method)(given)
+        assert (asyncio.run(result) if method == "waits" else result) == 1
+    assert holding == (["held"] if broken == "done" else [])
+    unused = "leave" if isinstance(given, KeyError) else "fail"
+    assert installer.guards[f"{MINE}:Host.{method}"].failures == (broken not in ("none", unused))
 
 
 def test_what_is_called_without_a_wrapper_is_contained() -> None:

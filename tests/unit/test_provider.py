@@ -68,6 +68,7 @@ def test_an_offline_call_s_spans_begin_with_it(recorder: Recorder, directory: Pa
     assert roots.offline_entered(None)
     found = [roots.root_now(), roots.handed_over(), roots.root_now()]
     roots.offline_left(True, None, None)
+    roots.offline_done(True)
     starts = {span_of(root).start_time for root in found if root}
     assert starts == {wall + mark.t - mono for mark in written(directory, marks.ROOT)} and len(starts) == 1
     assert {root.number for root in found if root} == {0x1000, 0x1001}
@@ -156,6 +157,7 @@ def test_at_the_engine_s_door_the_span_is_current_and_then_not(recorder: Recorde
     assert state is not None and state.root is not None
     assert trace.get_current_span() is span_of(state.root)
     roots.direct_left(state, None, None)
+    roots.direct_done(state)
 
 
 def test_a_failing_provider_is_counted_and_asked_no_more(

@@ -72,6 +72,30 @@ def test_trace_headers_go_before_the_current_span_but_not_before_the_request_s_o
     assert parent_of(directory, brought) == [headers("a")["traceparent"]]
 
 
+@pytest.mark.parametrize(
+    "given", [[b"nobody"], [headers("a")["traceparent"].encode(), headers("c")["traceparent"].encode()]]
+)
+def test_a_parent_that_the_headers_do_not_name_is_not_found_in_what_the_engine_read_of_them(
+    given: list[bytes], recorder: Recorder, directory: Path
+) -> None:
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [(b"traceparent", g) for g in given],
+    }
+
+    async def nothing(*_: object) -> None:
+        raise AssertionError("nobody sends or receives")
+
+    watch = asgi.begin(scope, nothing, nothing)
+    assert watch is not None
+    token = current.set(watch.root)
+    roots.direct_entered(None, "id", "prompt", headers("a"))
+    current.reset(token)
+    assert parent_of(directory, watch.root) == []
+
+
 def test_concurrent_requests_keep_their_roots(recorder: Recorder, directory: Path) -> None:
     async def ask(digit: str) -> tuple[str, Root, Root | None]:
         state = roots.direct_entered(None, digit, "prompt", headers(digit))
@@ -80,6 +104,7 @@ def test_concurrent_requests_keep_their_roots(recorder: Recorder, directory: Pat
         inside = current.get()
         assert await asyncio.to_thread(tokenizes, digit) is inside
         roots.direct_left(state, None, None)
+        roots.direct_done(state)
         return digit, state.root, inside
 
     def tokenizes(digit: str) -> Root | None:
@@ -88,7 +113,7 @@ def test_concurrent_requests_keep_their_roots(recorder: Recorder, directory: Pat
         def work() -> Root | None:
             token = roots.prompt_entered(None, digit)
             inside = current.get()
-            roots.prompt_left(token, None, None)
+            roots.prompt_done(token)
             assert current.get() is None
             return inside
 
@@ -107,6 +132,7 @@ def test_a_call_that_is_refused_or_given_up_at_the_door_ends(recorder: Recorder,
         state = roots.direct_entered(None, "id", "prompt", None)
         assert state is not None
         roots.direct_failed(state, None, error)
+        roots.direct_done(state)
     kinds = [m.kind for m in written(directory) if isinstance(m, Mark)]
     assert kinds == [marks.ROOT, marks.END, marks.ROOT, marks.DISCONNECT, marks.END]
 
@@ -127,9 +153,11 @@ def test_of_an_exception_the_class_is_kept_and_never_the_message(recorder: Recor
         asyncio.run(asgi.Shell(app)(scope, nothing, nothing))
     state = roots.direct_entered(None, "id", "prompt", None)
     roots.direct_failed(state, None, ValueError("secret prompt"))
+    roots.direct_done(state)
     outermost = roots.offline_entered(None)
     roots.root_now()
     roots.offline_failed(outermost, None, KeyError("secret prompt"))
+    roots.offline_done(outermost)
     found = [m.text for m in written(directory) if isinstance(m, TextMark) and m.field == marks.ERROR]
     assert found == [f"{__name__}.Refused", "ValueError", "KeyError"]
     assert [m.a for m in written(directory) if isinstance(m, Mark) and m.kind == marks.END] == [1, 1, 1]
@@ -140,12 +168,34 @@ def test_a_call_whose_hand_over_fails_ends_at_the_door(recorder: Recorder, direc
     """Else it would wait for marks that nobody writes."""
     state = roots.direct_entered(None, "id", "prompt", None)
     roots.direct_left(state, None, None)
+    roots.direct_done(state)
     with_hand_over = roots.direct_entered(None, "id", "prompt", None)
     assert with_hand_over is not None and with_hand_over.root is not None
     with_hand_over.root.sequences.append(1)
     roots.direct_left(with_hand_over, None, None)
+    roots.direct_done(with_hand_over)
     found = [(m.kind, m.a, m.b) for m in written(directory) if isinstance(m, Mark) and m.kind != marks.ROOT]
     assert found == [(marks.END, 0, 1)]
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_an_offline_call_whose_end_goes_unseen_does_not_swallow_the_next_one(
+    seen: bool, recorder: Recorder, directory: Path
+) -> None:
+    outermost = roots.offline_entered(None)
+    assert not roots.offline_entered(None), "a call within the call"
+    first = roots.root_now()
+    if seen:
+        roots.offline_left(outermost, None, None)
+    roots.offline_done(False)
+    roots.offline_done(outermost)
+    assert roots.offline_entered(None)
+    second = roots.root_now()
+    roots.offline_left(True, None, None)
+    roots.offline_done(True)
+    ends = [(m.key, m.b) for m in written(directory) if isinstance(m, Mark) and m.kind == marks.END]
+    assert first is not None and second is not None and first is not second
+    assert ends == [(first.number, 0 if seen else marks.END_UNSEEN), (second.number, 0)]
 
 
 @pytest.mark.parametrize("state", ["installed", "failing ValueError", "removed ValueError"])
@@ -155,12 +205,19 @@ def test_what_has_gone_unseen_is_said(
     monkeypatch.setattr(runtime, "_state", runtime._State(fates={roots.APPLICATION: state, roots.HAND_OVER: state}))
     made = roots.begin(*roots.stranger())
     roots.end(made)
+    token = current.set(made)
+    roots.direct_entered(None, "id", "prompt", None)
+    roots.end(made)
+    roots.direct_failed(None, None, ValueError())
+    roots.end(made)
+    current.reset(token)
+    made.entered = True
     made.sequences.append(1)
     roots.end(made)
-    root, unseen, seen = [m for m in written(directory) if isinstance(m, Mark)]
+    root, elsewhere, unseen, refused, seen = [m for m in written(directory) if isinstance(m, Mark)]
     well = state == "installed"
     assert (root.c, root.d) == ((3, marks.DIRECT) if well else (0, marks.UNWATCHED))
-    assert (unseen.b, seen.b) == (0 if well else 1, 0)
+    assert (elsewhere.b, unseen.b, refused.b, seen.b) == (0, 0 if well else 1, 0, 0)
 
 
 def test_a_request_in_pieces_is_one_call_from_its_first_piece_on(
@@ -183,6 +240,7 @@ def test_a_request_in_pieces_is_one_call_from_its_first_piece_on(
         state = roots.direct_entered(None, digit, pieces(), headers(digit))
         task = asyncio.create_task(hand_over(f"r-{digit}"))
         roots.direct_left(state, None, None)
+        roots.direct_done(state)
         assert not roots.in_pieces()
         return await task
 
@@ -198,6 +256,7 @@ def test_a_request_in_pieces_is_one_call_from_its_first_piece_on(
     assert (kinds.count(marks.ROOT), kinds.count(marks.ADD)) == (2, 2)
     state = roots.direct_entered(None, "id", pieces(), None)
     roots.direct_failed(state, None, ValueError())
+    roots.direct_done(state)
     assert not roots.in_pieces()
     assert [m.kind for m in written(directory) if isinstance(m, Mark)] == kinds, "refused before there was a request"
 
@@ -214,7 +273,8 @@ def test_a_request_in_pieces_is_one_call_from_its_first_piece_on(
         ([(b"x-request-id", b" ")], {}),
         ([(b"x-request-id", b"a\tb")], {}),
         # Trace Context: a request with two parents has none; states in several headers are one list.
-        ([(b"traceparent", b"one"), (b"traceparent", b"two")], {}),
+        ([(b"traceparent", b"one"), (b"traceparent", b"two")], {"traceparent": ""}),
+        ([(b"traceparent", b"x" * 129)], {"traceparent": ""}),
         ([(b"tracestate", b"a=1"), (b"tracestate", b"b=2")], {"tracestate": "a=1,b=2"}),
         ([(b"tracestate", b"a=" + b"x" * 254), (b"tracestate", b"b=" + b"x" * 254)], {}),
         ([(b"tracestate", b"x" * 513)], {}),

@@ -55,7 +55,12 @@ class Root:
     @property
     def blind(self) -> bool:
         """Whether the engine may have had it without anybody's noticing."""
-        return self.end is not None and bool(self.end.b)
+        return self.end is not None and self.end.b == marks.ENGINE_UNSEEN
+
+    @property
+    def end_unseen(self) -> bool:
+        """Whether it is over, and nobody knows since when."""
+        return self.end is not None and (self.end.b == marks.END_UNSEEN or not self.watched)
 
 
 @dataclass
@@ -80,6 +85,8 @@ class Sequence:
     preempted: list[int] = field(default_factory=list)
     free: Mark | None = None
     stopped: int | None = None
+    #: What the front end took its end for.
+    finished: Mark | None = None
     aborted: int | None = None
     #: How others name it once its root has been written out.
     name: Name | None = None
@@ -136,6 +143,7 @@ class Book:
         self.outputs: dict[int, Outputs] = {}
         self.settings: dict[str, str] = {}
         self.hooks: dict[int, dict[str, str]] = {}
+        self._hooks_said: dict[tuple[int, str], int] = {}
         #: What workers say of the GPU they have, by process: see :data:`stagetrace.marks.GPU`.
         self.gpus: dict[int, str] = {}
         self.fresh_steps: list[int] = []
@@ -216,7 +224,9 @@ class Book:
             self.settings[key] = value
         elif mark.field == marks.HOOK:
             target, _, state = mark.text.partition(" ")
-            self.hooks.setdefault(pid, {})[target] = state
+            if mark.t >= self._hooks_said.get((pid, target), 0):  # threads have rings of their own
+                self._hooks_said[pid, target] = mark.t
+                self.hooks.setdefault(pid, {})[target] = state
         elif mark.field == marks.GPU:
             self.gpus[pid] = mark.text
         elif mark.field == marks.INTERNAL_ID:
@@ -359,6 +369,7 @@ _ROOT_FIELDS: dict[int, tuple[str, type]] = {
 _SEQUENCE_FIELDS: dict[int, tuple[str, type]] = {
     marks.SAMPLING: ("sampling", Mark),
     marks.STOPPED: ("stopped", int),
+    marks.FINISHED: ("finished", Mark),
     marks.ABORTED: ("aborted", int),
     marks.ARRIVE: ("arrived", int),
     marks.FREE: ("free", Mark),

@@ -133,7 +133,7 @@ class Case:
     def end(self) -> int | None:
         """When the client had everything, or the call was given up; None while it runs, or if nobody saw it end."""
         root = self.root
-        if root.end is None or not root.watched or (root.direct and root.blind):
+        if root.end is None or root.end_unseen or (root.direct and root.blind):
             return None
         if root.direct or root.disconnect is not None or root.end.a or not root.sent:
             return root.end.t
@@ -159,4 +159,4 @@ def own(sequence: Sequence) -> Sequence:
     return replace(Sequence(s.number), **{name: getattr(s, name) for name in _FRONT_END})
 
 
-_FRONT_END = ("root", "added", "internal_id", "sampling", "stopped", "aborted")
+_FRONT_END = ("root", "added", "internal_id", "sampling", "stopped", "finished", "aborted")

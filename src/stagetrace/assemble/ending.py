@@ -16,7 +16,9 @@ _TOLERANCE_MS = 1e-6
 def status_of(case: Case, alive: Alive) -> tuple[str, str | None]:
     """(status, finish reason)."""
     root, sequence = case.root, case.sequence
-    reason = marks.FINISH.get(case.free.a) if case.free and case.free.a else None
+    # The front end has the last word: it may find a stop string in the token that the engine ends with anyway.
+    told = (sequence.finished if sequence else None) or case.free
+    reason = marks.FINISH.get(told.a) if told and told.a else None
     if sequence and sequence.stopped:
         reason = "stop"
     lost = _engine_lost(case, alive)
@@ -28,7 +30,9 @@ def status_of(case: Case, alive: Alive) -> tuple[str, str | None]:
     if reason == "abort" or given_up:
         return "aborted", "abort"
     if root.end is not None:
-        return "ok", reason
+        # That its end went unseen says nothing against a call whose every token was.
+        well = root.end.b != marks.END_UNSEEN or case.completed is not None
+        return "ok" if well else "error", reason
     return "error" if case.dead else "in_flight", reason
 
 

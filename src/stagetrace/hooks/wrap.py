@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..guard import Guard
@@ -40,39 +41,60 @@ def wrapper(
 ) -> Wrapper:
     """Build the wrapper of one hook for a target with ``parameters``."""
     pick = picker(parameters, spec.takes)
+    if spec.awaits:
+        return _awaiting(_Ours(spec, pick, guard, paused))
+    if spec.fail is not None or spec.done is not None:
+        return _watching(_Ours(spec, pick, guard, paused))
+    return _calling(spec, pick, guard, paused)
 
-    def entered(instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+
+@dataclass
+class _Ours:
+    """What a hook does before and after the host's call; nothing it raises gets out."""
+
+    spec: HookSpec
+    pick: Any
+    guard: Guard
+    paused: Callable[[], bool]
+
+    def entered(self, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        spec = self.spec
         try:
-            if spec.pausable and paused():
+            if spec.pausable and self.paused():
                 return _FAILED
-            return spec.enter(instance, *pick(args, kwargs)) if spec.enter else None
+            return spec.enter(instance, *self.pick(args, kwargs)) if spec.enter else None
         except Exception as error:
-            guard.failed(error)
+            self.guard.failed(error)
             return _FAILED
 
-    def left(state: Any, instance: Any, result: Any) -> Any:
-        if spec.leave is None or state is _FAILED:
+    def left(self, state: Any, instance: Any, result: Any) -> Any:
+        """The result to hand to the host."""
+        if state is _FAILED:
             return result
         try:
-            ours = spec.leave(state, instance, result)
+            ours = self.spec.leave(state, instance, result) if self.spec.leave else None
         except Exception as error:
-            guard.failed(error)
-            return result
-        return ours if spec.replaces else result
+            self.guard.failed(error)
+            ours = result
+        self._done(state)
+        return ours if self.spec.replaces else result
 
-    def raised(state: Any, instance: Any, error: BaseException) -> None:
-        if spec.fail is None or state is _FAILED:
+    def raised(self, state: Any, instance: Any, error: BaseException) -> None:
+        if state is _FAILED:
             return
         try:
-            spec.fail(state, instance, error)
+            if self.spec.fail:
+                self.spec.fail(state, instance, error)
         except Exception as ours:
-            guard.failed(ours)
+            self.guard.failed(ours)
+        self._done(state)
 
-    if spec.awaits:
-        return _awaiting(guard, entered, left, raised)
-    if spec.fail is not None:
-        return _watching(guard, entered, left, raised)
-    return _calling(spec, pick, guard, paused)
+    def _done(self, state: Any) -> None:
+        try:
+            if self.spec.done:
+                self.spec.done(state)
+        except Exception as error:
+            self.guard.failed(error)
 
 
 def _calling(spec: HookSpec, pick: Any, guard: Guard, paused: Callable[[], bool]) -> Wrapper:
@@ -104,33 +126,33 @@ def _calling(spec: HookSpec, pick: Any, guard: Guard, paused: Callable[[], bool]
     return call
 
 
-def _watching(guard: Guard, entered: Any, left: Any, raised: Any) -> Wrapper:
+def _watching(ours: _Ours) -> Wrapper:
     def call_and_watch(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if guard.off:
+        if ours.guard.off:
             return wrapped(*args, **kwargs)
-        state = entered(instance, args, kwargs)
+        state = ours.entered(instance, args, kwargs)
         try:
             result = wrapped(*args, **kwargs)
         except BaseException as error:
-            raised(state, instance, error)
+            ours.raised(state, instance, error)
             raise
-        return left(state, instance, result)
+        return ours.left(state, instance, result)
 
     return call_and_watch
 
 
-def _awaiting(guard: Guard, entered: Any, left: Any, raised: Any) -> Wrapper:
+def _awaiting(ours: _Ours) -> Wrapper:
     async def run(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        state = entered(instance, args, kwargs)
+        state = ours.entered(instance, args, kwargs)
         try:
             result = await wrapped(*args, **kwargs)
         except BaseException as error:
-            raised(state, instance, error)
+            ours.raised(state, instance, error)
             raise
-        return left(state, instance, result)
+        return ours.left(state, instance, result)
 
     def call(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if guard.off:
+        if ours.guard.off:
             return wrapped(*args, **kwargs)
         return run(wrapped, instance, args, kwargs)
 

@@ -211,6 +211,20 @@ def test_an_http_call_that_is_known_from_the_engines_door_on_only() -> None:
     assert records[0].output_tokens == len(records[0].token_times_ms) == 6
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_what_the_engine_has_given_up_runs_until_the_call_ends(dies: bool) -> None:
+    """A server that goes down aborts what it has; an ending that is told twice would be two traces."""
+    script = Script(engine_dies=40 * MS if dies else None).run(Ask(output=90, abort_at=None if dies else 40 * MS))
+    script.written = [w for w in script.written if getattr(w[2], "kind", None) not in (marks.END, marks.DISCONNECT)]
+    (record,) = script.records()
+    check_all([record])
+    assert (record.status, record.active_stage, record.error_type) == ("in_flight", "decode", None)
+    script.dead.add(API)
+    (record,) = script.records()
+    check_all([record])
+    assert record.status == "error" and record.e2e_ms is None
+
+
 def test_an_offline_call_whose_end_went_unseen() -> None:
     """Every token is there, so it was well; when its output was returned, nobody knows."""
     script = Script().run(Ask(kind="offline"), Ask(kind="offline", output=90, abort_at=40 * MS))

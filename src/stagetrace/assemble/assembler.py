@@ -66,7 +66,14 @@ class Assembler:
 
     def in_flight(self) -> list[RequestRecord]:
         """Records of the calls that are still running, as far as they have come."""
-        return [made for root in self.book.roots.values() for made in self.records(root, dead=False)]
+        return [made for root in self.book.roots.values() for made in self.running(root)]
+
+    def running(self, root: Root) -> list[RequestRecord]:
+        """Records of a call that still runs: however its engine has ended, it has no end before its own."""
+        found = self.records(root, dead=False)
+        for each in found if root.end is None else ():
+            each.status, each.error_type = "in_flight", None
+        return found
 
     def records(self, root: Root, dead: bool) -> list[RequestRecord]:
         """One record per sequence of ``root``; one for the call itself if it never became a sequence."""

@@ -189,7 +189,7 @@ class Collector:
 
     def _running(self, now: int) -> list[RequestRecord]:
         old = [r for r in self.assembler.book.roots.values() if r.end is None and now - r.started > YOUNG_NS]
-        return [record for root in old for record in self.assembler.records(root, dead=False)]
+        return [record for root in old for record in self.assembler.running(root)]
 
     def _run_changed(self, needed: bool) -> None:
         """Say whose records these are: anew when more is known, and at all before the first of them.

@@ -152,6 +152,7 @@ def demo(
 app.command()(commands.numbers)
 app.command()(commands.load)
 app.command()(commands.doctor)
+app.command()(commands.floor)
 
 
 @app.command()

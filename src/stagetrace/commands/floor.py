@@ -1,0 +1,103 @@
+"""``stagetrace floor``: what a request's stages could cost at least, from a model's config and a device's rates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..faults import Fault
+
+if TYPE_CHECKING:
+    from ..floor import Device, Model
+
+Config = Annotated[Path, typer.Option("--model", metavar="CONFIG", help="A config.json, or the directory with it.")]
+Gpu = Annotated[str, typer.Option(metavar="NAME", help="A device of docs/floor.md, such as H100 or `reference`.")]
+Prompt = Annotated[int, typer.Option(metavar="N", min=1, max=100_000_000, help="Prompt tokens.")]
+Output = Annotated[int, typer.Option(metavar="N", min=1, max=200_000, help="Output tokens.")]
+Cached = Annotated[int, typer.Option(metavar="N", min=0, help="Prompt tokens that the prefix cache has.")]
+Batch = Annotated[int, typer.Option(metavar="N", min=1, max=1_000_000, help="So many such requests decode together.")]
+Gpus = Annotated[int, typer.Option(metavar="N", min=1, max=10_000, help="GPUs that share every pass.")]
+Block = Annotated[int, typer.Option(metavar="N", min=1, max=1_000_000, help="Tokens in a KV block.")]
+Dtype = Annotated[str | None, typer.Option(metavar="DTYPE", help="Instead of the config's: bf16, fp16 or fp32.")]
+Quantization = Annotated[str | None, typer.Option(metavar="NAME", help="Weights quantised when loaded, such as fp8.")]
+KvDtype = Annotated[str | None, typer.Option(metavar="DTYPE", help="Numbers in the KV cache, such as fp8.")]
+Tflops = Annotated[float | None, typer.Option(metavar="X", min=1e-6, max=1e12, help="The device's peak, TFLOP/s.")]
+Bandwidth = Annotated[
+    float | None, typer.Option("--bandwidth-gb-s", metavar="X", min=1e-6, max=1e12, help="Its memory's, GB/s.")
+]
+Memory = Annotated[float | None, typer.Option("--memory-gb", metavar="X", min=1e-6, max=1e12, help="Its memory, GB.")]
+
+
+def floor(
+    model: Config,
+    gpu: Gpu,
+    prompt: Prompt = 2000,
+    output: Output = 300,
+    cached: Cached = 0,
+    batch: Batch = 1,
+    gpus: Gpus = 1,
+    block_size: Block = 16,
+    dtype: Dtype = None,
+    quantization: Quantization = None,
+    kv_dtype: KvDtype = None,
+    tflops: Tflops = None,
+    bandwidth_gb_s: Bandwidth = None,
+    memory_gb: Memory = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """What each of the twelve stages could cost at least on given hardware. Needs no engine and no GPU."""
+    from ..floor import Request, floor_of
+
+    if cached >= prompt:
+        raise Fault(f"--cached {cached}: less than --prompt {prompt}; the last position is always computed")
+    device = _device(gpu, tflops, bandwidth_gb_s, memory_gb)
+    asked = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_dtype}
+    shape = _model(model, {key: value for key, value in asked.items() if value is not None})
+    request = Request(prompt, output, cached, batch, block_size)
+    found = floor_of(shape, device, request, gpus)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), allow_nan=False))
+        return
+    from rich.console import Console
+
+    from ..report.floor import floor_view
+
+    Console().print(floor_view(found, shape, device, request, gpus), highlight=False)
+
+
+def _model(path: Path, asked: dict[str, Any]) -> Model:
+    """The model at ``path``, with what was ``asked`` for instead of what its config says."""
+    from ..floor import ConfigError, model_of, read_config
+    from ..floor.config import language_part
+
+    try:
+        config = language_part(read_config(path))
+    except ConfigError as error:
+        raise Fault(f"--model {error}") from None
+    if "quantization" in asked and config.get("quantization_config"):
+        raise Fault(f"--quantization {asked['quantization']}: {path} is quantised already")
+    try:
+        return model_of(config | asked)
+    except ConfigError as error:
+        raise Fault(f"--model {path}: {error}") from None
+
+
+def _device(name: str, tflops: float | None, gb_per_s: float | None, memory_gb: float | None) -> Device:
+    """The row of ``name`` with what was given instead; a new device where both rates were."""
+    from ..floor import DEVICES, Device, find_device
+
+    found = find_device(name)
+    if found is None and (tflops is None or gb_per_s is None):
+        known = ", ".join(device.name for device in DEVICES)
+        raise Fault(f"--gpu {name}: not in the table ({known}); give --tflops and --bandwidth-gb-s, or one of these")
+    device = found or Device(name, {}, 0.0)
+    return replace(
+        device,
+        tflops={"bf16": tflops} if tflops is not None else device.tflops,
+        gb_per_s=gb_per_s if gb_per_s is not None else device.gb_per_s,
+        memory_gb=memory_gb if memory_gb is not None else device.memory_gb,
+    )

@@ -1,0 +1,143 @@
+"""The floor of a request, on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..floor import Device, Floor, Model, Rates, Request, Row
+from ..floor.devices import REFERENCE
+from ..floor.rows import document_pass_bytes
+from ..floor.work import logits_bytes
+from .stopwatch import REFERENCE_MS, REFERENCE_TTFT_MS
+
+GIB = 1 << 30
+
+
+def floor_view(found: Floor, model: Model, device: Device, request: Request, gpus: int) -> RenderableType:
+    """Title, twelve rows, and in words what they are made of."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("#", "stage", "FLOP", "bytes", "floor (ms)", "bound by"):
+        table.add_column(name, justify="left" if name in ("stage", "bound by") else "right", overflow="fold")
+    for row in found.rows:
+        table.add_row(*_cells(row))
+    table.add_row("", "TTFT", "", "", _ms(found.ttft_ms), "")
+    table.add_row("", "total", "", "", _ms(found.total_ms), "")
+    lines = [*_counts(found, model, request), *_memory(found, model, device, request, gpus)]
+    lines += _document(found, model, device, request) if device == REFERENCE else []
+    return Group(Text(_title(model, device, request, gpus), style="bold"), table, *map(Text, lines))
+
+
+def _title(model: Model, device: Device, r: Request, gpus: int) -> str:
+    peak = device.peak_tflops(model.precision.compute)
+    many = f"{gpus} × " if gpus > 1 else ""
+    batch = f", {r.batch} at a time" if r.batch > 1 else ""
+    cached = f" ({r.cached:,} cached)" if r.cached else ""
+    return (
+        f"{r.prompt:,} prompt tokens{cached}, {r.output:,} output tokens{batch}, on {many}{device.name}: "
+        f"{peak:,.5g} TFLOP/s ({model.precision.compute}), {device.gb_per_s:,.5g} GB/s"
+    )
+
+
+def _cells(row: Row) -> list[str]:
+    known = row.floor_ms is not None
+    floor = _ms(row.floor_ms) if row.floor_ms is not None else "—"
+    return [
+        str(row.number), row.key, _flop(row.flop) if known else "—", _size(row.bytes), floor,
+        row.bound or "" if known else "host",
+    ]  # fmt: skip
+
+
+def _counts(found: Floor, model: Model, r: Request) -> Iterator[str]:
+    prefill, head = (next(row for row in found.rows if row.key == key) for key in ("prefill", "lm_head"))
+    active = f", {_flop(found.active_parameters)} of them for a token" if model.experts else ""
+    yield (
+        f"{model.family}: {_flop(found.parameters)} parameters{active}, {_size(found.weight_bytes)}B of weights; "
+        f"ridge at {found.ridge_batch:,} sequences: from there on a pass computes longer than it reads weights."
+    )
+    exact = (prefill.flop_exact or 0) + (head.flop_exact or 0)
+    yield (
+        f"Prefill is {_flop(prefill.flop)}FLOP as 2NP + 4·L·d·P²; floors come from the exact count, "
+        f"{_flop(exact)}FLOP: no embedding, the head once ({_flop(head.flop_exact)}FLOP), "
+        "the causal half of attention."
+    )
+    written = found.kv_bytes_per_token * (r.prompt - r.cached)
+    yield (
+        f"KV cache: {found.kv_bytes_per_token / 1024:,.4g} KiB a token, {written / GIB:,.2f} GiB written, "
+        f"{found.kv_blocks:,} blocks of {r.block_size}. "
+        f"Logits of 8,192 positions would be {logits_bytes(model.vocabulary, 8192) / GIB:.1f} GiB in fp32."
+    )
+    if model.experts:
+        total, chosen = model.experts
+        yield (
+            f"Of {total} experts a token needs {chosen}: floors assume that all tokens of a pass choose the same. "
+            f"A pass that needs every expert reads {_size(model.all_layer_bytes + model.head_bytes)}B, "
+            f"not {_size(model.layer_bytes + model.head_bytes)}B."
+        )
+    yield (
+        "host: no published figure says how fast that is, so it has no floor and is in no sum. "
+        "Queueing, launches and communication between GPUs are in none either."
+    )
+
+
+def _memory(found: Floor, model: Model, device: Device, r: Request, gpus: int) -> Iterator[str]:
+    if device.memory_gb is None:
+        return
+    room, each = device.memory_gb * gpus * 1e9, found.kv_bytes_per_token * (r.prompt + r.output)
+    left = room - found.weight_bytes
+    if left < each:
+        yield f"Does not fit: {_size(found.weight_bytes)}B of weights and {_size(each)}B of cache in {_size(room)}B."
+    else:
+        yield f"In {_size(room)}B, the weights leave room for the cache of {int(left / each):,} such requests at most."
+
+
+def _document(found: Floor, model: Model, device: Device, r: Request) -> Iterator[str]:
+    """What the worked example's own rates mean."""
+    rates = Rates.of(device, model)
+    passes = r.output - 1
+    whole = sum(document_pass_bytes(model, r.prompt + 1 + done, r.batch) for done in range(passes)) / rates.bytes * 1e3
+    head = next(row for row in found.rows if row.key == "lm_head")
+    short = REFERENCE_MS["prefill"] / (REFERENCE_TTFT_MS + 19 * 6.0)
+    yield (
+        "`reference` is what a worked example reached with an 8B model, no card's peak: 396 TFLOP/s are its 34.2 TFLOP "
+        "in 86.4 ms, 2.68 TB/s its 16.06 GB in 6.0 ms. By the exact count its prefill ran at 335 TFLOP/s."
+    )
+    yield (
+        f"Its decode reads all weights and no cache. With the embedding, of which a pass needs one row, and the cache: "
+        f"{_ms(whole)} ms for {passes:,} passes. Its {REFERENCE_MS['lm_head']} ms for the head are "
+        f"{(head.floor_ms or 0.0) / REFERENCE_MS['lm_head']:.1f} times too fast for its own bandwidth."
+    )
+    yield (
+        f"With 20 output tokens its prefill is {short:.0%} of the request ({REFERENCE_MS['prefill']} of "
+        f"{REFERENCE_TTFT_MS:.0f} + 19 × 6.0 ms), not three quarters."
+    )
+
+
+def _flop(value: float | None) -> str:
+    """``34.2 T``, ``1.05 G``: three figures and a decimal prefix."""
+    return _scaled(value, 3)
+
+
+def _size(value: float | None) -> str:
+    """``16.06 G``: four figures."""
+    return _scaled(value, 4)
+
+
+def _scaled(value: float | None, figures: int) -> str:
+    if value is None:
+        return "—"
+    size, prefix = float(value), ""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if round(size, 1) < 1000 or prefix == "P":
+            break
+        size /= 1000
+    whole = len(str(int(size)))
+    text = f"{size:,.{max(figures - whole, 0)}f}" if prefix else f"{size:g}"
+    return f"{text} {prefix}".rstrip()
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.1f}" if value >= 100 else f"{value:,.2f}" if value >= 10 else f"{value:.3g}"

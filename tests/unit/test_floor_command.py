@@ -1,0 +1,142 @@
+"""``stagetrace floor``: the worked example in words and as JSON, and bad input in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagetrace.stages import STAGES
+from tests.unit.test_cli import Cli
+from tests.unit.test_floor import MODELS
+
+LLAMA = str(MODELS / "llama-3.1-8b.json")
+REFERENCE = ("--gpu", "reference", "--prompt", "2000", "--output", "300")
+
+
+@pytest.fixture
+def stagetrace(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "1000")
+    return Cli(monkeypatch, capfd)
+
+
+def document(stagetrace: Cli, *arguments: str) -> dict[str, Any]:
+    code, out, err = stagetrace("floor", "--model", LLAMA, *arguments, "--json")
+    assert (code, err) == (0, "")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_the_document(stagetrace: Cli) -> None:
+    found = document(stagetrace, *REFERENCE)
+    named = ["total_ms", "ttft_ms", "kv_bytes_per_token", "kv_blocks", "ridge_batch", "weight_bytes"]
+    assert list(found)[:8] == ["schema", "stages", *named] and found["schema"] == 1
+    assert [(s["number"], s["key"]) for s in found["stages"]] == [(s.number, s.key) for s in STAGES]
+    assert all(list(s)[:5] == ["number", "key", "flop", "bytes", "floor_ms"] for s in found["stages"])
+    assert (found["kv_bytes_per_token"], found["kv_blocks"], found["ridge_batch"]) == (131_072, 125, 148)
+    assert found["weight_bytes"] == 16_060_522_496
+    assert round(found["stages"][6]["flop"] / 1e12, 1) == 34.2
+    assert found["stages"][0]["floor_ms"] is None and found["stages"][0]["flop"] is None
+    assert document(stagetrace, "--gpu", "H100")["ridge_batch"] == 295
+
+
+def test_in_words(stagetrace: Cli) -> None:
+    code, out, err = stagetrace("floor", "--model", LLAMA, *REFERENCE)
+    assert (code, err) == (0, "")
+    for figure in (
+        "34.2 TFLOP", "29.0 TFLOP", "0.24 GiB", "125 blocks", "128 KiB", "1.05 GFLOP", "ridge at 148", "16.06 GB",
+        "3.9 GiB", "1,823.3 ms", "43%", "8.03 G parameters", "0.1 ms for the head are 3.9 times too fast",
+    ):  # fmt: skip
+        assert figure in out, figure
+    assert [line.split()[1] for line in out.splitlines()[2:14]] == [s.key for s in STAGES]
+
+
+def test_notes_on_the_worked_example_are_its_own(stagetrace: Cli) -> None:
+    _, out, _ = stagetrace("floor", "--model", LLAMA, "--gpu", "H100")
+    assert "worked example" not in out and "ridge at 295" in out
+    _, out, _ = stagetrace("floor", "--model", LLAMA, "--gpu", "reference", "--tflops", "989")
+    assert "worked example" not in out
+
+
+def test_a_mixture_says_what_it_assumes(stagetrace: Cli) -> None:
+    _, out, _ = stagetrace("floor", "--model", str(MODELS / "mixtral-8x7b.json"), "--gpu", "H200")
+    assert "Of 8 experts a token needs 2" in out and "12.9 G of them for a token" in out
+
+
+def test_whether_it_fits(stagetrace: Cli) -> None:
+    big = str(MODELS / "llama-3.1-70b.json")
+    assert "Does not fit: 141.1 GB of weights" in stagetrace("floor", "--model", big, "--gpu", "H100")[1]
+    assert "leave room for the cache of" in stagetrace("floor", "--model", big, "--gpu", "H100", "--gpus", "2")[1]
+    assert (
+        "leave room for the cache of" in stagetrace("floor", "--model", big, "--gpu", "H100", "--memory-gb", "200")[1]
+    )
+
+
+def test_a_device_of_ones_own(stagetrace: Cli) -> None:
+    found = document(stagetrace, "--gpu", "thing", "--tflops", "100", "--bandwidth-gb-s", "1000")
+    assert found["ridge_batch"] == 100
+    assert document(stagetrace, "--gpu", "H100", "--tflops", "3350")["ridge_batch"] == 1000
+
+
+def test_what_is_asked_of_the_model(stagetrace: Cli) -> None:
+    assert document(stagetrace, "--gpu", "H100", "--kv-dtype", "fp8")["kv_bytes_per_token"] == 65_536
+    assert document(stagetrace, "--gpu", "H100", "--dtype", "fp32")["weight_bytes"] == 2 * 16_060_522_496
+    fp8 = document(stagetrace, "--gpu", "H100", "--quantization", "fp8")
+    assert fp8["weight_bytes"] < 9.1e9 and fp8["ridge_batch"] == 295
+    assert document(stagetrace, "--gpu", "H100", "--block-size", "128")["kv_blocks"] == 16
+
+
+def test_a_model_directory(stagetrace: Cli, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_bytes(Path(LLAMA).read_bytes())
+    code, out, _ = stagetrace("floor", "--model", "m", "--gpu", "H100", "--json")
+    assert code == 0 and json.loads(out)["weight_bytes"] == 16_060_522_496
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "meta-llama/Llama-3.1-8B", "--gpu", "H100"], "nothing is downloaded"),
+        (["--model", ".", "--gpu", "H100"], "config.json: no such file"),
+        (["--model", "/dev/zero", "--gpu", "H100"], "/dev/zero: not a config.json"),
+        (["--model", "text", "--gpu", "H100"], "text: not JSON"),
+        (["--model", "list", "--gpu", "H100"], "list: not a JSON object"),
+        (["--model", "deep", "--gpu", "H100"], "deep: not JSON"),
+        (["--model", "binary", "--gpu", "H100"], "binary: not JSON"),
+        (["--model", "empty", "--gpu", "H100"], "--model empty: model_type is missing"),
+        (["--model", LLAMA, "--gpu", "A100"], "--gpu A100: not in the table"),
+        (["--model", LLAMA, "--gpu", "mine", "--tflops", "1"], "give --tflops and --bandwidth-gb-s"),
+        (["--model", LLAMA, "--gpu", "H100", "--cached", "2000"], "--cached 2000: less than --prompt 2000"),
+        (["--model", LLAMA, "--gpu", "H100", "--prompt", "0"], "--prompt"),
+        (["--model", LLAMA, "--gpu", "H100", "--output", "-1"], "--output"),
+        (["--model", LLAMA, "--gpu", "H100", "--tflops", "nan"], "--tflops"),
+        (["--model", LLAMA, "--gpu", "H100", "--bandwidth-gb-s", "inf"], "--bandwidth-gb-s"),
+        (["--model", LLAMA, "--gpu", "H100", "--kv-dtype", "fp3"], "kv_cache_dtype fp3 is not known"),
+        (["--model", LLAMA, "--gpu", "H100", "--dtype", "fp3"], "dtype fp3 is not known"),
+        (["--model", LLAMA, "--gpu", "H100", "--quantization", "q4"], "quant_method q4 is not known"),
+        (["--model", str(MODELS / "gpt-oss-20b.json"), "--gpu", "H100", "--quantization", "fp8"], "quantised already"),
+        (["--model", LLAMA], "--gpu"),
+        (["--gpu", "H100"], "--model"),
+    ],
+)
+def test_bad_input_is_one_line(stagetrace: Cli, tmp_path: Path, arguments: list[str], says: str) -> None:
+    for name, content in {
+        "text": b"hello", "list": b"[]", "deep": b"[" * 100_000, "binary": bytes(range(256)), "empty": b"{}",
+    }.items():  # fmt: skip
+        (tmp_path / name).write_bytes(content)
+    code, out, err = stagetrace("floor", *arguments)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and says in err, err
+
+
+def test_a_config_that_may_not_be_read(stagetrace: Cli, tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        (tmp_path / "c").symlink_to(tmp_path / "c")  # root reads everything but a link to itself
+    else:
+        (tmp_path / "c").touch(mode=0)
+    code, _, err = stagetrace("floor", "--model", "c", "--gpu", "H100")
+    assert code == 2 and err.count("\n") == 1 and "c: " in err

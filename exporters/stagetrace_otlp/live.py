@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanLimits
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, TracerProvider, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from stagetrace.exporting import Caller, Health, RequestRecord, RunRecord, StepRecord, calls
+from stagetrace.exporting import Caller, GpuSample, Health, RequestRecord, RunRecord, StepRecord, calls
 
 from . import spans
 
@@ -88,6 +88,9 @@ class LiveSpans:
 
     def steps(self, records: list[StepRecord]) -> None:
         """No span is about these."""
+
+    def gpu(self, samples: list[GpuSample]) -> None:
+        """Nor about these."""
 
     def flush(self) -> None:
         """End what has not been heard of for too long."""

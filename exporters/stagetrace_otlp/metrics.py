@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,11 +18,13 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_s
 from stagetrace.exporting import (
     INSTRUMENTS,
     Engines,
+    GpuSample,
     Health,
     Instrument,
     RequestRecord,
     Say,
     StepRecord,
+    of_gpu,
     of_requests,
     of_steps,
 )
@@ -30,7 +33,11 @@ from stagetrace.exporting import Observation as Seen
 from .settings import Signal
 
 #: Our labels under the conventions' names, where they have one.
-_NAMES = {"model": "gen_ai.request.model", "operation": "gen_ai.operation.name", "error": "error.type"}
+_NAMES = {
+    "model": "gen_ai.request.model", "operation": "gen_ai.operation.name", "error": "error.type",
+    "hw_id": "hw.id", "hw_name": "hw.name", "hw_type": "hw.type", "hw_gpu_task": "hw.gpu.task",
+}  # fmt: skip
+Attributes = tuple[tuple[str, str], ...]
 _NOWHERE = Context()
 
 
@@ -48,6 +55,9 @@ class Metrics:
         self._provider = MeterProvider([reader], resource, shutdown_on_exit=False, views=views)
         self._health = health
         self._meter = self._provider.get_meter("stagetrace")
+        #: What a card's gauges stand at, by metric and attributes. They are read when they are sent: a synchronous one
+        #: would go on saying what a card that is lost has said last.
+        self._levels: dict[str, dict[Attributes, float]] = {}
         self._instruments = {each.name: self._make(each) for each in INSTRUMENTS.values()}
 
     def call(self, records: Sequence[RequestRecord], engines: Engines, exported: bool) -> None:
@@ -64,6 +74,11 @@ class Metrics:
         for seen in of_steps(records, engines):
             self._record(seen, renamed(seen.labels), False)
 
+    def gpu(self, samples: Iterable[GpuSample]) -> None:
+        """Record what cards say."""
+        for seen in of_gpu(samples):
+            self._record(seen, renamed(seen.labels), False)
+
     def close(self) -> None:
         """Send a last time; may take as long as the endpoint does."""
         self._provider.shutdown(timeout_millis=2500)
@@ -74,15 +89,22 @@ class Metrics:
         context = _context(seen.example) if seen.example and exported else _NOWHERE
         if kind == "histogram":
             instrument.record(seen.value, labels, context)
-        elif kind == "gauge":
-            instrument.set(seen.value, labels, context)
+        elif kind == "counter":
+            counts = INSTRUMENTS[seen.name].unit.startswith("{")
+            instrument.add(round(seen.value) if counts else seen.value, labels, context)
+        elif seen.name in self._levels:
+            self._levels[seen.name][tuple(labels.items())] = seen.value
         else:
-            instrument.add(round(seen.value), labels, context)
+            instrument.set(seen.value, labels, context)
 
     def _make(self, each: Instrument) -> Any:
         about = {"name": each.name, "unit": each.unit, "description": each.description}
         if each.health:
             return self._meter.create_observable_counter(callbacks=[lambda _: self._counts(each)], **about)
+        if "hw_id" in each.labels and each.kind != "counter":
+            levels = self._levels.setdefault(each.name, {})
+            kind = "up_down_counter" if each.kind == "updowncounter" else each.kind
+            return getattr(self._meter, f"create_observable_{kind}")(callbacks=[lambda _: _known(levels)], **about)
         return getattr(self._meter, f"create_{each.kind}")(**about)
 
     def _counts(self, each: Instrument) -> list[Observation]:
@@ -91,6 +113,10 @@ class Metrics:
             return [Observation(kept)]
         (label,) = each.labels
         return [Observation(count, {label: key}) for key, count in sorted(kept.items())]
+
+
+def _known(levels: dict[Attributes, float]) -> list[Observation]:
+    return [Observation(value, dict(key)) for key, value in list(levels.items()) if not math.isnan(value)]
 
 
 def renamed(labels: dict[str, str]) -> dict[str, str]:

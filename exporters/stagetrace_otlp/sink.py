@@ -8,7 +8,7 @@ from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import SpanLimits
 from opentelemetry.sdk.trace.export import SpanExporter
 
-from stagetrace.exporting import Engines, Health, RequestRecord, RunRecord, Say, StepRecord, finished
+from stagetrace.exporting import Engines, GpuSample, Health, RequestRecord, RunRecord, Say, StepRecord, finished
 
 from . import spans
 from .metrics import Metrics, no_compression
@@ -63,6 +63,11 @@ class OtlpSink:
         """Count what the engine did."""
         if metrics := self._ready():
             metrics.steps(records, self._engines)
+
+    def gpu(self, samples: list[GpuSample]) -> None:
+        """Pass on what cards say."""
+        if metrics := self._ready():
+            metrics.gpu(samples)
 
     def flush(self) -> None:
         """Have what is queued sent soon; nobody waits for it."""

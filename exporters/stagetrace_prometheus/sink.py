@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from prometheus_client.registry import Collector
 from stagetrace.exporting import (
     INSTRUMENTS,
     Engines,
+    GpuSample,
     Health,
     Instrument,
     Observation,
@@ -20,6 +22,7 @@ from stagetrace.exporting import (
     RunRecord,
     StepRecord,
     finished,
+    of_gpu,
     of_requests,
     of_steps,
 )
@@ -52,6 +55,15 @@ class PrometheusSink:
         """Count what the engine did."""
         self._take(of_steps(records, self._engines))
 
+    def gpu(self, samples: list[GpuSample]) -> None:
+        """Show what cards say, and nothing any more of what they do not."""
+        for seen in of_gpu(samples):
+            if math.isnan(seen.value):
+                each = INSTRUMENTS[seen.name]
+                self._metrics[seen.name].remove(*(seen.labels[label] for label in each.labels))
+            else:
+                self._take([seen])
+
     def flush(self) -> None:
         """Whoever scrapes sees the latest anyway."""
 
@@ -72,7 +84,7 @@ class PrometheusSink:
                 child = self._metrics[each.name].labels(**each.labels)
             last = each
             kind = INSTRUMENTS[each.name].kind
-            if kind == "gauge":
+            if kind in ("gauge", "updowncounter"):
                 child.set(each.value)
             elif kind == "counter":
                 child.inc(each.value)
@@ -106,4 +118,4 @@ def _metric(each: Instrument, registry: CollectorRegistry) -> Any:
     about = (_name(each), each.description, each.labels)
     if each.kind == "histogram":
         return Histogram(*about, registry=registry, buckets=each.buckets)
-    return (Gauge if each.kind == "gauge" else Counter)(*about, registry=registry)
+    return (Counter if each.kind == "counter" else Gauge)(*about, registry=registry)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .metrics import INSTRUMENTS, Engines, Instrument, Observation, of_requests, of_steps
-from .model import RequestRecord, RunRecord, StageRecord, StepRecord
+from .metrics import INSTRUMENTS, Engines, Instrument, Observation, of_gpu, of_requests, of_steps
+from .model import GpuSample, RequestRecord, RunRecord, StageRecord, StepRecord
 from .parents import Caller
 from .propagation import chosen
 from .provider import LiveRoot, LiveSpans
@@ -23,6 +23,7 @@ __all__ = [
     "Caller",
     "Engines",
     "Exporter",
+    "GpuSample",
     "Health",
     "Instrument",
     "LiveRoot",
@@ -39,6 +40,7 @@ __all__ = [
     "chosen",
     "finished",
     "inter_token",
+    "of_gpu",
     "of_requests",
     "of_steps",
     "percentile",
@@ -60,6 +62,7 @@ class Sink(Protocol):
     def run(self, run: RunRecord) -> None: ...
     def requests(self, records: list[RequestRecord]) -> None: ...
     def steps(self, records: list[StepRecord]) -> None: ...
+    def gpu(self, samples: list[GpuSample]) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
 

@@ -5,11 +5,13 @@ Exporters read the table and pass the observations on; nothing here knows a prot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .model import RequestRecord, StepRecord
+from .gpu.throttle import REASONS
+from .model import GpuSample, RequestRecord, StepRecord
 from .stats import inter_token
 
 # The GenAI conventions' buckets, with more below: a token of a small model takes 2 ms, a stage 50 µs.
@@ -29,7 +31,7 @@ _QUEUE = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, *(value for value in _FIR
 
 @dataclass(frozen=True)
 class Instrument:
-    """A metric. ``kind`` is histogram, gauge or counter.
+    """A metric. ``kind`` is histogram, gauge, counter or updowncounter (of which the present value is observed).
 
     ``health`` names the field of :class:`stagetrace.exporting.Health` that keeps a counter of our own: it is read
     there, and never observed.
@@ -58,6 +60,13 @@ _ITL = "stagetrace.inter_token.duration"
 _OF_STAGE = "stagetrace.stage.duration"
 _KV, _DEPTH, _BATCH = "stagetrace.kv_cache.utilization", "stagetrace.queue.depth", "stagetrace.batch.size"
 _PREEMPTIONS = "stagetrace.preemptions"
+#: A card's metrics carry these: the driver's name for it, and what kind of card it is.
+_OF_CARD = ("hw_id", "hw_name")
+_OF_HARDWARE = (*_OF_CARD, "hw_type")
+_ENERGY, _POWER, _HEAT = "hw.energy", "hw.power", "hw.temperature"
+_BUSY, _USED, _ROOM = "hw.gpu.utilization", "hw.gpu.memory.usage", "hw.gpu.memory.limit"
+_FULL, _BANDWIDTH = "hw.gpu.memory.utilization", "stagetrace.gpu.memory.bandwidth.utilization"
+_CLOCK, _THROTTLED, _ACTIVE = "stagetrace.gpu.clock.frequency", "stagetrace.gpu.throttled", "stagetrace.gpu.activity"
 
 INSTRUMENTS: dict[str, Instrument] = {
     each.name: each
@@ -74,6 +83,17 @@ INSTRUMENTS: dict[str, Instrument] = {
         Instrument(_KV, "gauge", "1", "Share of the KV cache in use, in the latest step", LABELS),
         Instrument(_DEPTH, "gauge", "{request}", "Requests waiting, in the latest step", LABELS),
         Instrument(_BATCH, "gauge", "{request}", "Requests in the latest step", LABELS),
+        Instrument(_BUSY, "gauge", "1", "Share of the time a kernel ran", (*_OF_CARD, "hw_gpu_task")),
+        Instrument(_USED, "updowncounter", "By", "GPU memory in use", _OF_CARD),
+        Instrument(_ROOM, "updowncounter", "By", "Size of the GPU memory", _OF_CARD),
+        Instrument(_FULL, "gauge", "1", "Share of the GPU memory in use", _OF_CARD),
+        Instrument(_POWER, "gauge", "W", "Power the card draws", _OF_HARDWARE),
+        Instrument(_ENERGY, "counter", "J", "Energy the card has used since it is sampled", _OF_HARDWARE),
+        Instrument(_HEAT, "gauge", "Cel", "Temperature of the card", _OF_CARD),
+        Instrument(_BANDWIDTH, "gauge", "1", "Share of the time its memory was read or written", _OF_CARD),
+        Instrument(_CLOCK, "gauge", "Hz", "Clock of the multiprocessors (sm) or the memory", (*_OF_CARD, "domain")),
+        Instrument(_THROTTLED, "gauge", "1", "Whether the card is slowed down for that reason", (*_OF_CARD, "reason")),
+        Instrument(_ACTIVE, "gauge", "1", "Share of what a unit could do, Hopper and later", (*_OF_CARD, "unit")),
         Instrument(_PREEMPTIONS, "counter", "{preemption}", "Requests evicted from the KV cache", LABELS),
         Instrument(
             "stagetrace.marks.dropped", "counter", "{mark}", "Marks overwritten unread", health="marks_dropped"
@@ -172,3 +192,31 @@ def of_steps(steps: Iterable[StepRecord], engines: Engines) -> Iterator[Observat
         yield Observation(_KV, step.kv_usage, labels)
         yield Observation(_DEPTH, float(step.waiting), labels)
         yield Observation(_BATCH, float(step.batch_size), labels)
+
+
+def of_gpu(samples: Iterable[GpuSample]) -> Iterator[Observation]:
+    """What cards say. What is not known, as when a card is lost, is NaN: whoever shows the value takes it away."""
+    for sample in samples:
+        card = {"hw_id": sample.card, "hw_name": sample.name or ""}
+        hardware = {**card, "hw_type": "gpu"}
+        used, room = sample.memory_used_bytes, sample.memory_total_bytes
+        yield _or_nan(_BUSY, sample.utilization, {**card, "hw_gpu_task": "general"})
+        yield _or_nan(_USED, used, card)
+        yield _or_nan(_ROOM, room, card)
+        yield _or_nan(_FULL, used / room if used is not None and room else None, card)
+        yield _or_nan(_POWER, sample.power_w, hardware)
+        if sample.energy_j is not None:
+            yield Observation(_ENERGY, sample.energy_j, hardware)
+        yield _or_nan(_HEAT, sample.temperature_c, card)
+        yield _or_nan(_BANDWIDTH, sample.memory_bandwidth_utilization, card)
+        for domain, mhz in (("sm", sample.sm_clock_mhz), ("memory", sample.memory_clock_mhz)):
+            yield _or_nan(_CLOCK, None if mhz is None else mhz * 1e6, {**card, "domain": domain})
+        for bit, reason in REASONS.items():
+            slow = None if sample.throttle is None else float(bool(sample.throttle & bit))
+            yield _or_nan(_THROTTLED, slow, {**card, "reason": reason})
+        for unit in ("sm_active", "sm_occupancy", "tensor_active", "dram_active"):
+            yield _or_nan(_ACTIVE, getattr(sample, unit), {**card, "unit": unit.removesuffix("_active")})
+
+
+def _or_nan(name: str, value: float | None, labels: dict[str, str]) -> Observation:
+    return Observation(name, math.nan if value is None else float(value), labels)

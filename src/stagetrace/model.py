@@ -74,6 +74,8 @@ class RequestRecord:
     #: Which engine core served it, and the front-end process that took it in.
     engine: int | None = None
     process: int | None = None
+    #: Its share of the cards' energy, and whether they were throttled; None where no card is sampled.
+    gpu: dict[str, Any] | None = None
 
     def stage(self, key: str) -> StageRecord:
         """Return the stage named ``key``; KeyError if there is none."""
@@ -115,6 +117,38 @@ class StepRecord:
     embedding_ns: tuple[int, int] | None = None
     preempted: int = 0
     device_async: bool = False
+
+
+@dataclass
+class GpuSample:
+    """What one card said at one moment, ``t_ns`` (monotonic). What it does not say is None.
+
+    ``card`` is the driver's name for it (``GPU-...``; ``MIG-...`` of a slice). Shares are from 0 to 1. ``energy_j`` was
+    used since the card's sample before, ``period_ns`` ago (0: there was none). ``throttle`` are the driver's bits, see
+    :data:`stagetrace.gpu.throttle.REASONS`.
+    """
+
+    card: str
+    t_ns: int
+    period_ns: int = 0
+    name: str | None = None
+    #: Share of the time in which any kernel ran; and in which the memory was read or written.
+    utilization: float | None = None
+    memory_bandwidth_utilization: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_w: float | None = None
+    energy_j: float | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    temperature_c: int | None = None
+    throttle: int | None = None
+    #: Where the card has performance counters (Hopper and later): multiprocessors with work, warps on them, tensor
+    #: cores, and memory bandwidth, each as a share of what is possible.
+    sm_active: float | None = None
+    sm_occupancy: float | None = None
+    tensor_active: float | None = None
+    dram_active: float | None = None
 
 
 @dataclass

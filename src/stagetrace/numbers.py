@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from .gpu.account import account
 from .model import SCHEMA, RequestRecord, StepRecord
 from .stages import STAGES
 from .stats import inter_token, percentile, quantiles, spread
@@ -53,6 +54,7 @@ def numbers(trace: Trace) -> Numbers:
     roots = _roots(trace)
     done = [record for root in roots if _answered(root) for record in root]
     steps = _steps(trace)
+    cards = account(trace)
     return {
         "schema": SCHEMA,
         "context": _context(trace, [root for root in roots if _answered(root)], done),
@@ -70,6 +72,7 @@ def numbers(trace: Trace) -> Numbers:
         },
         "saturated": len(_pinned(trace, done)) > len(steps) * SATURATED,
         "stages": _stages(done),
+        **({"gpu": cards} if cards else {}),
     }
 
 

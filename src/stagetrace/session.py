@@ -29,6 +29,8 @@ TRACES = "traces"
 STORE = "store.json"
 #: What the collector has heard of each process's hooks, as JSON: rings are written round and round, and forget it.
 HOOKS = "hooks.json"
+#: Which cards the collector samples, and which it cannot, as JSON.
+GPU = "gpu.json"
 #: A session of another container is left alone for this long after it was made, whatever it looks like.
 YOUNG_S = 60.0
 

@@ -20,6 +20,7 @@ from .collect import sinks
 from .collect.loop import Collector
 from .collect.sink import StoreSink, say
 from .exporting import Options, Sink
+from .gpu.watch import Watch
 from .store import StoreWriter
 
 FORWARDED = (
@@ -176,7 +177,7 @@ def _session(environment: dict[str, str], into: list[Sink], options: Options, st
         say(f"{session.reason(error)}; serving goes on without recording")
         return None
     environment[session.ENV] = str(directory)
-    return Collector(directory, into, options.health)
+    return Collector(directory, into, options.health, Watch(say, os.environ))
 
 
 def _settle(collector: Collector) -> None:

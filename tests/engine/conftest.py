@@ -144,11 +144,13 @@ class Starter:
         return self._texts[key]
 
     def start(
-        self, name: str, *, traced: bool, extra: tuple[str, ...] = (), options: tuple[str, ...] = (), **variables: str
-    ) -> Iterator[Live]:
+        self, name: str, *, traced: bool, extra: tuple[str, ...] = (), options: tuple[str, ...] = (),
+        without: tuple[str, ...] = (), **variables: str,
+    ) -> Iterator[Live]:  # fmt: skip
         """Yield a live server; the generator's end stops it and everything it started.
 
-        ``extra`` are the server's, ``options`` those of ``stagetrace run``.
+        ``extra`` are the server's, ``options`` those of ``stagetrace run``; the server itself is to be ``without`` some
+        of the ``variables``.
         """
         configuration = CONFIGURATIONS[name]
         port = free_port()
@@ -156,6 +158,8 @@ class Starter:
         folder.mkdir()
         store = folder / "store.db" if traced else None
         command = [*self.engine.command(self.model, port), *configuration.arguments, *extra]
+        if without:
+            command = ["env", *(f"--unset={variable}" for variable in without), *command]
         if traced:
             command = [sys.executable, "-m", "stagetrace", "run", "--store", str(store), *options, "--", *command]
         environment = {**self.engine.environment(), **configuration.environment(), "PROBE_DIR": str(folder)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stagetrace.model import RequestRecord, RunRecord, StepRecord, empty_stages
+from stagetrace.model import GpuSample, RequestRecord, RunRecord, StepRecord, empty_stages
 from stagetrace.store import StoreWriter
 
 RUN = RunRecord("session-1", "vllm", "0.32", "tiny", {"max_num_seqs": 4, "prefix": True}, 5, ["a note"])
@@ -36,6 +36,17 @@ def step(number: int, **changes: Any) -> StepRecord:
     for name, value in changes.items():
         setattr(record, name, value)
     return record
+
+
+def card_sample(**changes: Any) -> GpuSample:
+    """What a card says that draws 300 W and is held to it."""
+    sample = GpuSample(
+        "GPU-0", 5, 4, "A card", 0.5, 0.25, 60_000_000_000, 80_000_000_000, 300.0, 12.25, 1980, 2619, 55, 0x4,
+        0.7, 0.3, 0.2, 0.6,
+    )  # fmt: skip
+    for name, value in changes.items():
+        setattr(sample, name, value)
+    return sample
 
 
 def filled(path: Path, requests: int = 3) -> Path:

@@ -195,7 +195,7 @@ def test_nothing_is_kept_for_ever() -> None:
     left = {
         name: value
         for name, value in vars(book).items()
-        if name not in ("settings", "hooks", "last_step", "outputs", "_take")
+        if name not in ("settings", "hooks", "last_step", "workers", "outputs", "_take")
     }
     assert not any(left.values()), left
     assert all(batches.after(0) is None for batches in book.outputs.values())

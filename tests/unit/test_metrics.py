@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,14 @@ from stagetrace import marks
 from stagetrace.collect import sinks
 from stagetrace.collect.loop import Collector
 from stagetrace.exporting import INSTRUMENTS, Engines, Health, Options, finished, of_requests, of_steps
-from stagetrace.model import RequestRecord, RunRecord, StepRecord
+from stagetrace.model import GpuSample, RequestRecord, RunRecord, StepRecord
 from stagetrace.recorder import Recorder
 from stagetrace.stages import STAGES
 from stagetrace.stats import inter_token
 from tests.receivers import attributes, receiver
 from tests.unit.helpers import wait_until
 from tests.unit.scripted import MS, Ask, Script
+from tests.unit.stored import card_sample
 
 #: The documented names.
 NAMES = {
@@ -28,6 +30,9 @@ NAMES = {
     "stagetrace.queue.duration", "stagetrace.prefill.duration", "stagetrace.inter_token.duration",
     "stagetrace.stage.duration", "stagetrace.kv_cache.utilization", "stagetrace.queue.depth", "stagetrace.batch.size",
     "stagetrace.preemptions", "stagetrace.marks.dropped", "stagetrace.spans.dropped", "stagetrace.hook.errors",
+    "hw.gpu.utilization", "hw.gpu.memory.usage", "hw.gpu.memory.limit", "hw.gpu.memory.utilization", "hw.power",
+    "hw.energy", "hw.temperature", "stagetrace.gpu.memory.bandwidth.utilization", "stagetrace.gpu.clock.frequency",
+    "stagetrace.gpu.throttled", "stagetrace.gpu.activity",
 }  # fmt: skip
 
 
@@ -146,6 +151,7 @@ def test_what_goes_out_over_otlp_is_what_was_observed(monkeypatch: pytest.Monkey
         sink.run(RunRecord("s", "paper", "1", "tiny"))
         sink.requests(records)
         sink.steps([step(1, preempted=4), step(2)])
+        sink.gpu([card_sample(), card_sample(t_ns=9, energy_j=12.25), GpuSample("GPU-1", 5, name="A card")])
         sink.close()
         found = endpoint.metrics()
     assert set(found) == NAMES
@@ -172,6 +178,24 @@ def test_what_goes_out_over_otlp_is_what_was_observed(monkeypatch: pytest.Monkey
     assert (preempted.as_int, depth.as_double, lost.as_int) == (4, 4.0, 3)
     assert (attributes(dropped), dropped.as_int) == ({"reason": "queue_full"}, 13)
     assert (attributes(hook), hook.as_int) == ({"hook": "a:B.c"}, 2)
+    _cards(found)
+
+
+def _cards(found: dict[str, Any]) -> None:
+    """The conventions' names, units and attributes; of a card that says nothing, nothing."""
+    (used,), (room,) = (found[f"hw.gpu.memory.{name}"].sum.data_points for name in ("usage", "limit"))
+    assert (used.as_double, room.as_double) == (60e9, 80e9)
+    assert not found["hw.gpu.memory.usage"].sum.is_monotonic
+    (energy,) = found["hw.energy"].sum.data_points
+    assert found["hw.energy"].sum.is_monotonic and energy.as_double == 24.5
+    assert attributes(energy) == {"hw.id": "GPU-0", "hw.name": "A card", "hw.type": "gpu"}
+    (busy,) = found["hw.gpu.utilization"].gauge.data_points
+    assert attributes(busy) == {"hw.id": "GPU-0", "hw.name": "A card", "hw.gpu.task": "general"}
+    assert (busy.as_double, found["hw.power"].gauge.data_points[0].as_double) == (0.5, 300.0)
+    clocks = {attributes(p)["domain"]: p.as_double for p in found["stagetrace.gpu.clock.frequency"].gauge.data_points}
+    assert clocks == {"sm": 1.98e9, "memory": 2.619e9}
+    slow = {attributes(p)["reason"]: p.as_double for p in found["stagetrace.gpu.throttled"].gauge.data_points}
+    assert slow["sw_power_cap"] == 1 and sum(slow.values()) == 1 and len(slow) == 5
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])

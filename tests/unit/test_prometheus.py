@@ -16,9 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families as plain_met
 
 from stagetrace.collect import sinks
 from stagetrace.exporting import INSTRUMENTS, Health, Options
-from stagetrace.model import RequestRecord, RunRecord, StepRecord
+from stagetrace.model import GpuSample, RequestRecord, RunRecord, StepRecord
 from stagetrace_prometheus import address
 from tests.unit.scripted import MS, Ask, Script
+from tests.unit.stored import card_sample
 
 OPEN = "application/openmetrics-text; version=1.0.0"
 
@@ -54,7 +55,7 @@ def test_every_instrument_is_there_under_prometheus_s_name(page: Any) -> None:
     for each in INSTRUMENTS.values():
         name = each.name.replace(".", "_") + ("_seconds" if each.unit == "s" else "")
         assert name in names
-    assert not [n for n in names if not n.startswith(("gen_ai_", "stagetrace_"))], "only ours, not the process's"
+    assert not [n for n in names if not n.startswith(("gen_ai_", "stagetrace_", "hw_"))], "only ours, not the process's"
 
 
 def test_values_and_labels(page: Any, records: list[RequestRecord]) -> None:
@@ -117,3 +118,21 @@ def test_a_port_that_is_taken_is_one_line_and_what_was_made_before_is_closed() -
 def test_a_name_nobody_knows_is_refused() -> None:
     with pytest.raises(sinks.ExportError, match=r"^--prometheus no-such-host\.invalid:1: "):
         sinks.build(Options(prometheus="no-such-host.invalid:1"), {}, lambda line: None)
+
+
+def test_a_card_is_shown_as_long_as_it_answers() -> None:
+    (sink,) = sinks.build(Options(prometheus="127.0.0.1:0"), {}, lambda line: None)
+    sink.gpu([card_sample(), card_sample(energy_j=7.75), card_sample(card="GPU-1", utilization=None)])
+    value = sink.sink.registry.get_sample_value
+    card = {"hw_id": "GPU-0", "hw_name": "A card"}
+    assert value("hw_power", {**card, "hw_type": "gpu"}) == 300.0
+    assert value("hw_energy_total", {**card, "hw_type": "gpu"}) == 20.0
+    assert value("hw_gpu_memory_usage", card) == 60e9 and value("hw_gpu_memory_utilization", card) == 0.75
+    assert value("stagetrace_gpu_throttled", {**card, "reason": "sw_power_cap"}) == 1
+    busy = {"hw_gpu_task": "general"}
+    assert value("hw_gpu_utilization", {**card, **busy}) == 0.5
+    assert value("hw_gpu_utilization", {"hw_id": "GPU-1", "hw_name": "A card", **busy}) is None, "unknown is not 0"
+    sink.gpu([GpuSample("GPU-0", 9, name="A card")])
+    assert value("hw_power", {**card, "hw_type": "gpu"}) is None and value("hw_gpu_memory_usage", card) is None
+    assert value("hw_energy_total", {**card, "hw_type": "gpu"}) == 20.0, "what it has used it has used"
+    sink.close()

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 import stagetrace
 from stagetrace import stages
-from stagetrace.model import RequestRecord, RunRecord, StageRecord, StepRecord, empty_stages
+from stagetrace.model import GpuSample, RequestRecord, RunRecord, StageRecord, StepRecord, empty_stages
 from stagetrace.store import StoreError, StoreWriter, files, find, format_size, load, parse_size, schema
 from tests.unit.helpers import ended, line
-from tests.unit.stored import RUN, filled, request, step
+from tests.unit.stored import RUN, card_sample, filled, request, step
 
 
 def contents(directory: Path) -> dict[str, bytes | None]:
@@ -227,6 +227,19 @@ def test_requests_are_found_by_any_of_their_ids(tmp_path: Path) -> None:
     assert find(trace, f"{0xAB:032X}") == trace.requests and find(trace, "none") == []
 
 
+def test_what_cards_said_is_kept(tmp_path: Path) -> None:
+    samples = [card_sample(t_ns=n, period_ns=n, card=f"GPU-{n % 2}") for n in range(1, 6)]
+    samples.append(GpuSample("GPU-0", 9))
+    with StoreWriter(tmp_path / "s.db") as writer:
+        writer.write_run(RUN)
+        writer.write_gpu(samples)
+        writer.write_requests([request(1, gpu={"joules": 1.5, "throttled": None})])
+    trace = load(tmp_path / "s.db")
+    assert trace.gpu == samples, "and what is not known is None"
+    assert trace.requests[0].gpu == {"joules": 1.5, "throttled": None}
+    assert load(tmp_path / "s.db", steps=False).gpu == []
+
+
 def test_a_person_can_read_it(tmp_path: Path) -> None:
     with closing(sqlite3.connect(filled(tmp_path / "s.db"))) as db:
         row = db.execute("SELECT key, state, duration_ms, attributes FROM stages WHERE number = 3").fetchone()
@@ -243,7 +256,7 @@ def test_a_person_can_read_it(tmp_path: Path) -> None:
 def test_other_tables_are_another_version() -> None:
     """Whoever changes a table changes what is written here: the version first, then what the tables come to."""
     tables = hashlib.blake2b(schema.DDL.encode(), digest_size=8).hexdigest()
-    assert (schema.VERSION, tables) == (2, "3dc8ebdd3ed85bf8")
+    assert (schema.VERSION, tables) == (3, "4a08b598d9dbef28")
 
 
 def test_requests_need_a_run(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from .. import marks
 from ..marks import Mark, TextMark
@@ -13,6 +14,9 @@ from .identity import name_of
 from .periods import Periods
 from .record import record
 
+if TYPE_CHECKING:
+    from ..gpu.join import Join
+
 #: A call that has returned waits this long for the engine's last marks (a stop string frees the request later).
 GRACE_NS = 1_500_000_000
 #: Marks of different processes are read one after the other: let every ring be read once more.
@@ -21,6 +25,8 @@ SETTLE_NS = 150_000_000
 LOST_NS = 600_000_000_000
 #: Steps and output batches are kept this long even when no call refers to them yet.
 KEEP_NS = 30_000_000_000
+#: How long a call that is complete waits for the cards' samples to reach its end.
+SAMPLE_NS = 2_000_000_000
 
 
 class Assembler:
@@ -31,6 +37,8 @@ class Assembler:
         self.periods = Periods(self.book)
         #: (monotonic, unix) of each process, for wall time.
         self.anchors: dict[int, tuple[int, int]] = {}
+        #: Adds the cards' counters to records; None where no card is sampled.
+        self.gpu: Join | None = None
         self._alive = alive
 
     def take(self, mark: Mark | TextMark, pid: int) -> None:
@@ -63,6 +71,8 @@ class Assembler:
         oldest = min((root.started for root in self.book.roots.values()), default=now)
         self.book.forget_before(min(oldest, now - KEEP_NS))
         self.periods.forget()
+        if self.gpu:
+            self.gpu.forget(min(oldest, now - KEEP_NS))
 
     def in_flight(self) -> list[RequestRecord]:
         """Records of the calls that are still running, as far as they have come."""
@@ -79,7 +89,11 @@ class Assembler:
         """One record per sequence of ``root``; one for the call itself if it never became a sequence."""
         cases = [Case.of(self.book, self.periods, root, sequence, dead) for sequence in root.sequences or (None,)]
         anchor = self.anchors.get(root.pid, (0, 0))
-        return [record(case, anchor, self._alive) for case in cases]
+        made = [record(case, anchor, self._alive) for case in cases]
+        if self.gpu:
+            for each, case in zip(made, cases, strict=True):
+                self.gpu.put(each, root.started, case.sequence)
+        return made
 
     def _settled(self, root: Root, now: int, gone: bool) -> bool:
         if self._carries_on(root, now):
@@ -94,7 +108,12 @@ class Assembler:
             if gone or late or all(s.free is not None or self._engine_died(s) for s in root.sequences):
                 root.settled = now
             return False
-        return now - root.settled > SETTLE_NS
+        return now - root.settled > SETTLE_NS and (now - root.settled > SAMPLE_NS or self._sampled(root))
+
+    def _sampled(self, root: Root) -> bool:
+        """Whether what the cards did for a call is known up to its end."""
+        ends = [m.t for m in (root.end, *(s.free for s in root.sequences)) if m is not None]
+        return self.gpu is None or self.gpu.reached(max(ends, default=0))
 
     def _carries_on(self, root: Root, now: int) -> bool:
         """Whether the call was answered before the engine was done with it: from then on it is nobody's HTTP call.

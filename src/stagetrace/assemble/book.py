@@ -146,6 +146,8 @@ class Book:
         self._hooks_said: dict[tuple[int, str], int] = {}
         #: What workers say of the GPU they have, by process: see :data:`stagetrace.marks.GPU`.
         self.gpus: dict[int, str] = {}
+        #: The processes that have worked on an engine's steps.
+        self.workers: dict[int, set[int]] = {}
         self.fresh_steps: list[int] = []
         #: By step: who had prompt positions computed there, and how many.
         self.prefills: dict[int, list[tuple[Sequence, int]]] = {}
@@ -340,7 +342,9 @@ class Book:
             step.update_ns = (mark.a, mark.t)
             self.fresh_steps.append(mark.key)
 
-    def _on_step(self, mark: Mark, _pid: int) -> None:
+    def _on_step(self, mark: Mark, pid: int) -> None:
+        if mark.kind == marks.EXECUTE:
+            self.workers.setdefault(mark.key >> 32, set()).add(pid)
         step = self.steps.get(mark.key)
         if step is None:  # the worker's ring was read before the engine's
             self._early.setdefault(mark.key, []).append(mark)

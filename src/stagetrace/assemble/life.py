@@ -37,7 +37,7 @@ def turns(
     prompt = max(sequence.added.b, 0) if sequence.added else 0
     limit = sequence.free.b if sequence.free and sequence.free.b >= 0 else None
     until = min(window[1], sequence.free.t) if sequence.free else window[1]
-    for step, tokens, computed, blocks in _scheduled(book, sequence):
+    for step, tokens, computed, blocks in scheduled(book, sequence):
         if step.schedule_ns[1] > until:
             break  # its LEAVE comes with the next step, which may not be read yet
         if step.schedule_ns[1] < window[0]:
@@ -58,7 +58,7 @@ def _over(sequence: Sequence, step: StepRecord) -> bool:
     return sequence.free is not None and step.update_ns is not None and sequence.free.t < step.update_ns[0]
 
 
-def _scheduled(book: Book, sequence: Sequence) -> Iterator[tuple[StepRecord, int, int, int]]:
+def scheduled(book: Book, sequence: Sequence) -> Iterator[tuple[StepRecord, int, int, int]]:
     """(step, tokens, computed before, new blocks). Steps whose marks were lost are passed over.
 
     A JOIN of one token holds until the next JOIN or LEAVE; any other number is said anew in each step.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .. import session
 from ..exporting import Options
+from ..gpu.watch import Watch
 from . import sinks
 from .loop import Collector
 from .sink import say
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     asked = Options(options.otlp, options.prometheus, options.sample)
     into = sinks.opened(options.store, options.store_max, asked, os.environ, say)
-    collector = Collector(directory, into, asked.health)
+    collector = Collector(directory, into, asked.health, Watch(say, os.environ))
     try:
         _collect(collector, parent)
         collector.close()

@@ -7,13 +7,15 @@ import logging
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from .. import session
 from ..assemble import Assembler
 from ..exporting import Health, Sink
-from ..model import RequestRecord, RunRecord
+from ..gpu.watch import Watch
+from ..model import GpuSample, RequestRecord, RunRecord
 from ..rings import Ring, open_ring
 from .sink import NoStore, StoreSink
 
@@ -29,10 +31,14 @@ log = logging.getLogger("stagetrace")
 class Collector:
     """Reads the session ``directory`` into ``sinks``; :meth:`poll` whenever there is time, :meth:`close` at the end."""
 
-    def __init__(self, directory: Path, sinks: list[Sink], health: Health | None = None) -> None:
+    def __init__(
+        self, directory: Path, sinks: list[Sink], health: Health | None = None, gpu: Watch | None = None
+    ) -> None:
         self.directory = directory
         self.sinks = sinks
         self.health = health or Health()
+        #: None where this is no process of its own: engines' processes ask no driver.
+        self.gpu = gpu
         self.assembler = Assembler(self._alive)
         self.rings: dict[str, Ring] = {}
         self.requests = 0
@@ -59,7 +65,7 @@ class Collector:
         asked = self._flush_asked()
         self._discover()
         taken = sum(self._read(ring) for ring in list(self.rings.values()))
-        self._hand_on(closing=False, asked=asked)
+        self._hand_on(closing=False, asked=asked, samples=self._sample(hurry=bool(asked)))
         return taken
 
     def writers(self) -> set[int]:
@@ -79,7 +85,7 @@ class Collector:
         self._discover()
         for ring in self.rings.values():
             self._read(ring, final=True)
-        self._hand_on(closing=True)
+        self._hand_on(closing=True, samples=self.gpu.close() if self.gpu else [])
         for name in list(self.rings):
             self._put_away(name)
         if self._lost or self._refused:
@@ -112,24 +118,38 @@ class Collector:
         """Whether a call that had ended by then is still to be written out."""
         return any(root.end and root.end.t <= stamp_ns for root in self.assembler.book.roots.values())
 
-    def _hand_on(self, closing: bool, asked: str = "") -> None:
+    def _sample(self, hurry: bool) -> list[GpuSample]:
+        """What the cards have said meanwhile."""
+        if self.gpu is None:
+            return []
+        samples = self.gpu.poll(self.assembler.book)
+        self.assembler.gpu = self.gpu.join
+        if hurry:
+            self.gpu.hurry()
+        return samples
+
+    def _hand_on(self, closing: bool, asked: str = "", samples: Sequence[GpuSample] = ()) -> None:
         now = time.monotonic_ns()
         snapshot = now - self._snapshot_at > SNAPSHOT_NS
         if snapshot or closing:
             self._snapshot_at = now
             self._bury()
             self._tell(session.HOOKS, self.assembler.book.hooks)
+            if self.gpu:
+                self._tell(session.GPU, self.gpu.state())
             self.assembler.forget(now)
             self._take_stock()
         steps = self.assembler.steps()
         done = self.assembler.finished(now, closing)
         self.requests += len(done)
         running = self._running(now) if snapshot and not closing else []
-        self._run_changed(bool(steps or done or running))
+        self._run_changed(bool(steps or done or running or samples))
         wanted = asked and not self.owes(int(asked))
         for sink in self.sinks:
             if steps:
                 sink.steps(steps)
+            if samples:
+                sink.gpu(list(samples))
             if done or running:
                 sink.requests([*running, *done])
             if snapshot or closing or wanted:
@@ -197,6 +217,8 @@ class Collector:
         An engine that dies while it starts, or lives elsewhere, never tells its settings.
         """
         settings = self.assembler.book.settings
+        if self.gpu and "gpu" not in settings and (names := self.gpu.names()):
+            settings = {**settings, "gpu": ", ".join(sorted(set(names.values())))}
         if settings == self._settings or not (settings or needed):
             return
         self._settings = dict(settings)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ..model import RequestRecord, RunRecord, StepRecord
+from ..model import GpuSample, RequestRecord, RunRecord, StepRecord
 from ..store import StoreError, StoreWriter
 
 
@@ -45,6 +45,10 @@ class StoreSink:
         """Store engine steps."""
         self._do(lambda: self.writer.write_steps(records))
 
+    def gpu(self, samples: list[GpuSample]) -> None:
+        """Store what cards said."""
+        self._do(lambda: self.writer.write_gpu(samples))
+
     def flush(self) -> None:
         """Commit, and pass on what the store has to say."""
         self._do(self.writer.commit)
@@ -76,5 +80,6 @@ class NoStore:
     def run(self, run: RunRecord) -> None: ...
     def requests(self, records: list[RequestRecord]) -> None: ...
     def steps(self, records: list[StepRecord]) -> None: ...
+    def gpu(self, samples: list[GpuSample]) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...

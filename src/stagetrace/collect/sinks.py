@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 
-from ..exporting import Exporter, LiveSink, Options, RequestRecord, RunRecord, Say, Sink, StepRecord
+from ..exporting import Exporter, GpuSample, LiveSink, Options, RequestRecord, RunRecord, Say, Sink, StepRecord
 from ..store import StoreError, StoreWriter
 from .sink import NoStore, StoreSink
 
@@ -122,6 +122,12 @@ class Guarded:
         """See :class:`stagetrace.exporting.Sink`."""
         with self._guard():
             self.sink.steps(records)
+
+    def gpu(self, samples: list[GpuSample]) -> None:
+        """See :class:`stagetrace.exporting.Sink`; one that was written before there were any takes none."""
+        if hasattr(self.sink, "gpu"):
+            with self._guard():
+                self.sink.gpu(samples)
 
     def flush(self) -> None:
         """See :class:`stagetrace.exporting.Sink`."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..model import RequestRecord, RunRecord, StepRecord
+from ..model import GpuSample, RequestRecord, RunRecord, StepRecord
 from . import files, schema
 from .files import StoreError
 
@@ -24,6 +24,7 @@ class Trace:
     steps: list[StepRecord] = field(default_factory=list)
     runs: list[RunRecord] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    gpu: list[GpuSample] = field(default_factory=list)
 
 
 def load(
@@ -35,8 +36,8 @@ def load(
 ) -> Trace:
     """Read a store, also while it is written; StoreError if it cannot be read.
 
-    ``limit`` reads only that many of the newest requests, ``steps=False`` no steps, ``session`` only the
-    runs of one session. A step's times are monotonic: those of several sessions do not compare.
+    ``limit`` reads only that many of the newest requests, ``steps=False`` no steps and no GPU samples,
+    ``session`` only the runs of one session. A step's times are monotonic: those of several sessions do not compare.
     """
     real = files.locate(path)
     for _ in range(3):
@@ -96,6 +97,8 @@ def _read(path: Path, db: sqlite3.Connection, limit: int | None, steps: bool, se
     if steps:
         found = db.execute(f"{schema.GET_STEPS} WHERE {chosen_runs} ORDER BY run_id, schedule_start_ns", who)
         trace.steps = [schema.step_of(row) for row in found]
+        found = db.execute(f"{schema.GET_GPU} WHERE {chosen_runs} ORDER BY run_id, t_ns", who)
+        trace.gpu = [schema.gpu_of(row) for row in found]
     pruned = dict(db.execute("SELECT key, value FROM meta"))
     if any(pruned.values()):
         trace.notices.append(

@@ -9,12 +9,12 @@ from dataclasses import fields
 from sys import intern
 from typing import Any
 
-from ..model import RequestRecord, RunRecord, StageRecord, StepRecord
+from ..model import GpuSample, RequestRecord, RunRecord, StageRecord, StepRecord
 
 Row = tuple[Any, ...]
 #: Version of the tables, in the file's ``user_version``: one more with every change of them. A store of another
 #: version is refused; nothing converts it.
-VERSION = 2
+VERSION = 3
 
 # For a person with the sqlite3 shell: plain columns, JSON where a value is a dictionary or a list.
 DDL = """
@@ -35,7 +35,7 @@ CREATE TABLE requests (
     sequence INTEGER NOT NULL, gaps_ms TEXT NOT NULL,
     span_id TEXT NOT NULL, parent_span_id TEXT, internal_id TEXT,
     caller_sampled INTEGER, engine INTEGER, process INTEGER, tracestate TEXT,
-    link_trace_id TEXT, link_span_id TEXT, http_status INTEGER, error_type TEXT
+    link_trace_id TEXT, link_span_id TEXT, http_status INTEGER, error_type TEXT, gpu TEXT
 );
 CREATE INDEX requests_by_identity ON requests (trace_id, span_id, sequence);
 CREATE INDEX requests_by_start ON requests (start_unix_ns);
@@ -61,16 +61,24 @@ CREATE TABLE steps (
     preempted INTEGER NOT NULL, device_async INTEGER NOT NULL,
     UNIQUE (run_id, engine, step, schedule_start_ns)
 );
+CREATE TABLE gpu_samples (
+    id INTEGER PRIMARY KEY, run_id INTEGER NOT NULL REFERENCES runs,
+    card TEXT NOT NULL, t_ns INTEGER NOT NULL, period_ns INTEGER NOT NULL, name TEXT,
+    utilization REAL, memory_bandwidth_utilization REAL, memory_used_bytes INTEGER, memory_total_bytes INTEGER,
+    power_w REAL, energy_j REAL, sm_clock_mhz INTEGER, memory_clock_mhz INTEGER, temperature_c INTEGER,
+    throttle INTEGER, sm_active REAL, sm_occupancy REAL, tensor_active REAL, dram_active REAL
+);
 CREATE VIEW gauges AS SELECT
     run_id, engine, step, schedule_start_ns AS at_ns, kv_usage AS kv_cache_utilization,
     waiting AS queue_depth, running, batch_size, preempted FROM steps;
 COMMIT;
 """
 
-_JSON_COLUMNS = ("itl_ms", "gaps_ms", "config", "notes")
+_JSON_COLUMNS = ("itl_ms", "gaps_ms", "config", "notes", "gpu")
 _RUN_FIELDS = tuple(f.name for f in fields(RunRecord))
 _REQUEST_FIELDS = tuple(f.name for f in fields(RequestRecord) if f.name not in ("stages", "token_times_ms"))
 _STEP_FIELDS = tuple(f.name for f in fields(StepRecord))
+_GPU_FIELDS = tuple(f.name for f in fields(GpuSample))
 
 
 def _step_columns(name: str) -> tuple[str, ...]:
@@ -96,6 +104,8 @@ PUT_STEP = (
     + " ON CONFLICT (run_id, engine, step, schedule_start_ns) DO UPDATE SET "
     + ", ".join(f"{name} = excluded.{name}" for name in _STEP_COLUMNS)
 )
+PUT_GPU = _insert("gpu_samples", ("run_id", *_GPU_FIELDS))
+GET_GPU = f"SELECT {', '.join(_GPU_FIELDS)} FROM gpu_samples"
 GET_RUNS = f"SELECT {', '.join(_RUN_FIELDS)} FROM runs"
 GET_REQUESTS = f"SELECT {', '.join(('id', *_REQUEST_FIELDS))} FROM requests"
 GET_STAGES = f"SELECT {', '.join(('request', *(f.name for f in fields(StageRecord))))} FROM stages"
@@ -142,6 +152,16 @@ def step_row(step: StepRecord) -> Row:
         else:
             cells.append(value)
     return tuple(cells)
+
+
+def gpu_row(sample: GpuSample) -> Row:
+    """Return the cells of ``sample``, but for its run."""
+    return tuple(getattr(sample, name) for name in _GPU_FIELDS)
+
+
+def gpu_of(row: Row) -> GpuSample:
+    """Return the sample of a row of ``GET_GPU``."""
+    return GpuSample(*row)
 
 
 def pack_times(times_ms: list[float]) -> tuple[int, str, bytes]:

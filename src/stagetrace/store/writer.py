@@ -10,9 +10,10 @@ from time import monotonic
 from types import TracebackType
 from typing import NamedTuple
 
-from ..model import RequestRecord, RunRecord, StepRecord
+from ..model import GpuSample, RequestRecord, RunRecord, StepRecord
 from . import files, schema
 from .files import StoreError
+from .oldest import drop_oldest
 from .sizes import format_size
 
 _MIN_BYTES = 1 << 20
@@ -21,6 +22,7 @@ _BESIDE_BYTES = 64 << 10
 # How long one commit may remove old rows while there is still room: the caller has rings to read.
 _PRUNE_SECONDS = 0.25
 _STEP_BYTES = 160
+_GPU_BYTES = 160
 #: SQLite's own files beside the store.
 _BESIDE = ("-wal", "-shm")
 _HELD = "a reader holds it open for too long: nothing is stored until it lets go"
@@ -61,6 +63,7 @@ class StoreWriter:
         # What a store that has gone takes with it, and a new one still can have.
         self._unsaved_requests: list[RequestRecord] = []
         self._unsaved_steps: list[StepRecord] = []
+        self._unsaved_gpu: list[GpuSample] = []
         #: The files as they were opened, by what is behind the store's name.
         self._mine: dict[str, tuple[int, int] | None] = {}
         self._blocked = False
@@ -165,6 +168,17 @@ class StoreWriter:
                 if self._pending_bytes > self._chunk:
                     self._save(db)
 
+    def write_gpu(self, samples: list[GpuSample]) -> None:
+        """Store what cards said; there are few of these, a handful a second."""
+        if not self._ready():
+            return
+        run_id = self._run_id()
+        with self._guard() as db:
+            self._put_gpu(db, run_id, samples)
+            self._unsaved_gpu += samples
+            if self._pending_bytes > self._chunk:
+                self._save(db)
+
     def _put_run(self, db: sqlite3.Connection, run: RunRecord) -> None:
         key = (run.session, run.engine)
         found = db.execute("SELECT run_id FROM runs WHERE session = ? AND engine IS ?", key).fetchone()
@@ -177,6 +191,11 @@ class StoreWriter:
         self._begin(db)
         db.executemany(schema.PUT_STEP, [(run_id, *schema.step_row(step)) for step in steps])
         self._pending_bytes += _STEP_BYTES * len(steps)
+
+    def _put_gpu(self, db: sqlite3.Connection, run_id: int, samples: list[GpuSample]) -> None:
+        self._begin(db)
+        db.executemany(schema.PUT_GPU, [(run_id, *schema.gpu_row(sample)) for sample in samples])
+        self._pending_bytes += _GPU_BYTES * len(samples)
 
     def _put_request(self, db: sqlite3.Connection, run_id: int, request: RequestRecord) -> None:
         self._begin(db)
@@ -279,6 +298,7 @@ class StoreWriter:
             for request in self._unsaved_requests:
                 self._put_request(db, self._run[0], request)
             self._put_steps(db, self._run[0], self._unsaved_steps)
+            self._put_gpu(db, self._run[0], self._unsaved_gpu)
 
     @contextmanager
     def _guard(self) -> Iterator[sqlite3.Connection]:
@@ -304,6 +324,7 @@ class StoreWriter:
         self._saved = self._written
         self._unsaved_requests.clear()
         self._unsaved_steps.clear()
+        self._unsaved_gpu.clear()
         self._pending_bytes = 0
         self._prune(db, _PRUNE_SECONDS)
         self._blocked = self._log_stuck(db)
@@ -356,25 +377,9 @@ class StoreWriter:
         return int(value)
 
     def _drop_oldest(self, db: sqlite3.Connection) -> bool:
-        """Remove the oldest 2 % of requests and of steps, so that both go equally far back."""
+        """Remove a little of everything, the oldest of it."""
         self._begin(db)
-        span = "SELECT (SELECT max(id) FROM {0}) - (SELECT min(id) FROM {0}), (SELECT min(id) FROM {0})"
-        width, _ = db.execute(span.format("requests")).fetchone()
-        # What a dead writer left in flight is finished, too.
-        oldest = db.execute(
-            "SELECT id FROM requests WHERE status <> 'in_flight'"
-            " OR run_id NOT IN (SELECT run_id FROM runs WHERE session = ?) ORDER BY start_unix_ns LIMIT ?",
-            (self._session, min(2000, 1 + (width or 0) // 50)),
-        ).fetchall()
-        for table, column in (("stages", "request"), ("token_times", "request"), ("requests", "id")):
-            db.executemany(f"DELETE FROM {table} WHERE {column} = ?", oldest)
-        width, first = db.execute(span.format("steps")).fetchone()
-        steps = 0
-        if first is not None:
-            last = first + min(20_000, width // 50)
-            steps = db.execute("DELETE FROM steps WHERE id <= ?", (last,)).rowcount
-        for key, count in (("pruned_requests", len(oldest)), ("pruned_steps", steps)):
-            db.execute("UPDATE meta SET value = value + ? WHERE key = ?", (count, key))
+        requests, steps, samples = drop_oldest(db, self._session)
         db.execute("COMMIT")
-        self._pruned = Pruned(self._pruned.requests + len(oldest), self._pruned.steps + steps)
-        return bool(oldest or steps)
+        self._pruned = Pruned(self._pruned.requests + requests, self._pruned.steps + steps)
+        return bool(requests or steps or samples)

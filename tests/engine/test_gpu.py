@@ -1,0 +1,144 @@
+"""GPU counters on a real server's spans: the card is a stub of the driver's library, everything else is real."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagetrace import load
+from tests.engine.conftest import Live, Starter
+from tests.engine.serving import ClientResult, run_many
+from tests.invariants import violations
+from tests.nvml.stub import Card, Points, Script, extremes, integral
+
+HZ = 4.0
+PERIOD_S = 1 / HZ
+LIBRARY = "libnvidia-ml"
+REQUESTS = 104
+#: Up and down for longer than the test takes, faster than a request and slower than a sample.
+POWER: Points = [(t * 1.5, 120.0 + 500.0 * ((t * 7) % 11) / 10) for t in range(300)]
+UTIL: Points = [(t * 2.0, float((t * 37) % 101)) for t in range(250)]
+
+
+@pytest.fixture(scope="module")
+def script() -> Script:
+    return Script([Card(0, power=POWER, util=UTIL, curves={"throttle": [(0, 0.0), (1e6, 0.0)]})])
+
+
+@pytest.fixture(scope="module")
+def live(starter: Starter, script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    variables = script.write(tmp_path_factory.mktemp("card"))
+    # The engine has no GPU, and so no driver either; the collector sees the stub's.
+    yield from starter.start("plain", traced=True, without=("LD_LIBRARY_PATH",), STAGETRACE_GPU_HZ=str(HZ), **variables)
+
+
+@pytest.fixture(scope="module")
+def answered(live: Live) -> list[ClientResult]:
+    run_many(live.port, [live.body(50, 5, seed=90)], 1)
+    bodies = [live.body(20 + 60 * (n % 3), 60 + 20 * (n % 7), seed=n % 5) for n in range(REQUESTS)]
+    return run_many(live.port, bodies, 8)
+
+
+@pytest.fixture(scope="module")
+def records(live: Live, answered: list[ClientResult]) -> list[Any]:
+    return live.records(answered)
+
+
+def start_s(record: Any, script: Script, anchor: tuple[int, int]) -> float:
+    """When a request began, on the script's clock."""
+    return script.seconds(anchor[0] + record.start_unix_ns - anchor[1])
+
+
+@pytest.fixture(scope="module")
+def anchor() -> tuple[int, int]:
+    from stagetrace.clock import anchor
+
+    return anchor()
+
+
+def test_every_long_stage_carries_the_cards_counters(
+    records: list[Any], script: Script, anchor: tuple[int, int]
+) -> None:
+    """Each value lies between the smallest and the largest that the card had, a sampling period around it included."""
+    long = 0
+    for record in records:
+        assert violations(record) == []
+        for row in record.stages:
+            if row.duration_ms is None:
+                continue
+            found = row.attributes["gpu"]
+            if row.duration_ms < PERIOD_S * 1e3:
+                assert found == {"window": "shorter_than_sample"}, (row.key, row.duration_ms, found)
+                continue
+            long += 1
+            assert found["window"] == "sampled", found
+            a = start_s(record, script, anchor) + row.start_ms / 1e3
+            b = a + row.duration_ms / 1e3
+            # The sampler may be late by as much as the machine is busy: what it says is of that moment.
+            low, high = extremes(POWER, a - 2 * PERIOD_S, b + 2 * PERIOD_S)
+            assert low - 1 <= found["power_w"]["mean"] <= found["power_w"]["max"] <= high + 1
+            low, high = extremes(UTIL, a - 2 * PERIOD_S, b + 2 * PERIOD_S)
+            assert low - 1 <= 100 * found["utilization"]["mean"] <= 100 * found["utilization"]["max"] <= high + 1
+            # Exact at the samples; between two, energy is spread evenly: at either end off by less than a period of
+            # the difference in power there.
+            swings = [extremes(POWER, t - 2 * PERIOD_S, t + 2 * PERIOD_S) for t in (a, b)]
+            room = sum(high - low for low, high in swings) * PERIOD_S + 0.5
+            assert abs(found["energy_j"] - integral(POWER, a, b)) <= room
+            assert found["temperature_c"] == {"mean": 55.0, "max": 55}
+            assert found["memory_used_bytes"]["max"] == 60e9 and found["sm_clock_mhz"]["mean"] == 1980.0
+            assert found["throttled"] is False
+    assert len(records) >= 100 and long >= 50, f"{long} stages of {len(records)} requests are longer than a sample"
+
+
+def test_joules_of_requests_and_idle_are_the_cards(live: Live, records: list[Any], script: Script) -> None:
+    out = subprocess.run(
+        [sys.executable, "-m", "stagetrace", "numbers", str(live.store), "--json"], capture_output=True, check=True
+    ).stdout
+    document = json.loads(out)
+    gpu = document["gpu"]
+    assert document["context"]["gpu"] == script.cards[0].name
+    trace = load(live.store)
+    first, last = (script.seconds(trace.gpu[i].t_ns) for i in (0, -1))
+    true = integral(POWER, first, last)
+    assert gpu["energy_j"] == pytest.approx(true, rel=0.02)
+    assert gpu["requests_j"] + gpu["idle_j"] == pytest.approx(true, rel=0.02)
+    assert 0 < gpu["idle_j"] < true and 0 < gpu["requests_j"] < true
+    for record in records:
+        assert record.gpu["joules"] > 0
+        assert record.gpu["joules_per_output_token"] == pytest.approx(record.gpu["joules"] / record.output_tokens)
+
+
+def test_idle_energy_belongs_to_no_request(live: Live, records: list[Any]) -> None:
+    """After seconds of silence the requests' joules are what they were, and the card's have grown."""
+
+    def of(trace: Any) -> float:
+        return sum(r.gpu["joules"] for r in trace.requests)
+
+    before = load(live.store)
+    time.sleep(3)
+    run_many(live.port, [live.body(20, 5, seed=3)], 1)
+    time.sleep(2)
+    after = load(live.store)
+    assert sum(s.energy_j or 0 for s in after.gpu) - sum(s.energy_j or 0 for s in before.gpu) > 3 * 100
+    (short,) = [r for r in after.requests if r.span_id not in {old.span_id for old in before.requests}]
+    assert of(after) - of(before) == pytest.approx(short.gpu["joules"])
+    assert short.gpu["joules"] <= 650 * short.e2e_ms / 1e3
+
+
+def test_only_the_collector_has_the_drivers_library(live: Live, records: list[Any]) -> None:
+    holders = {
+        pid: command
+        for pid, command in live.server.processes().items()
+        if LIBRARY in Path(f"/proc/{pid}/maps").read_text()
+    }
+    assert list(holders) == [live.server.pid], holders
+    inside = live.look_inside()
+    assert {"API", "EngineCore", "Worker"} <= inside.keys()
+    assert not [module for seen in inside.values() for module in seen["modules"] if module.startswith("stagetrace.gpu")]

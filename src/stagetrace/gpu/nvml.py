@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..model import GpuSample
@@ -57,11 +58,12 @@ class Driver:
             return
 
     def cards(self) -> list[tuple[str, str]]:
-        """(id, name) of every card in this machine."""
-        found = []
-        for index in range(self.nvml.nvmlDeviceGetCount()):
-            handle = self.nvml.nvmlDeviceGetHandleByIndex(index)
-            found.append((_text(self.nvml.nvmlDeviceGetUUID(handle)), _text(self.nvml.nvmlDeviceGetName(handle))))
+        """(id, name) of every card in this machine that answers."""
+        found, nvml = [], self.nvml
+        for index in range(nvml.nvmlDeviceGetCount()):
+            with suppress(nvml.NVMLError):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                found.append((_text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle))))
         return found
 
     def card(self, ident: str) -> Card:
@@ -83,12 +85,12 @@ class Driver:
             # As CUDA takes them: the beginning of a name, where it is one card's only, and slices by their numbers.
             if ident.startswith("MIG-GPU-"):
                 return self._slice(*ident.removeprefix("MIG-").split("/"))
-            (match,) = [uuid for uuid, _ in self.cards() if uuid.startswith(ident)] or (None,)
-            if match is None:
+            matches = [uuid for uuid, _ in self.cards() if uuid.startswith(ident)]
+            if not matches:
                 raise
-            return nvml.nvmlDeviceGetHandleByUUID(match.encode())
-        except ValueError:
-            raise GpuFault(f"GPU {ident}: several cards are called so; give more of the name") from None
+            if len(matches) > 1:
+                raise GpuFault(f"GPU {ident}: several cards are called so; give more of the name") from None
+            return nvml.nvmlDeviceGetHandleByUUID(matches[0].encode())
 
     def _slice(self, parent: str, instance: str = "", compute: str = "") -> Any:
         """A slice by the older form of its name: the card's, and the numbers of both its instances."""

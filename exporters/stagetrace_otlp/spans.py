@@ -232,7 +232,7 @@ def _timers(record: RequestRecord) -> dict[str, Value]:
         "ttft_ms": record.ttft_ms, "ttft_kind": record.ttft_kind, "queue_ms": record.queue_ms,
         "prefill_ms": record.prefill_ms, "itl_ms": record.itl_ms, "coverage": record.coverage,
         "coverage_ttft": record.coverage_ttft, "unattributed_ms": record.unattributed_ms, "gaps_ms": record.gaps_ms,
-        "preemptions": record.preemptions, "active_stage": record.active_stage,
+        "preemptions": record.preemptions, "active_stage": record.active_stage, "gpu": record.gpu,
     }  # fmt: skip
     return flat("stagetrace", values)
 

@@ -15,6 +15,7 @@ from typing import Any
 from . import runtime, session
 from .api import integrations
 from .canary import fly
+from .gpu.look import look
 from .hooks import HookGroup, HookSpec
 from .hooks.install import resolve
 from .hooks.resolve import Unresolved, parsed
@@ -57,8 +58,10 @@ def examine(otlp: str | None = None) -> Finding:
         faults += chosen.checks()
         notes += _tested(chosen, installed)
         hooks, broken = _hooks(chosen.hooks)
+    cards = look()
+    notes.append(cards.words())
     running = servers()
-    notes += [server.words() for server in running]
+    notes += [line for server in running for line in (server.words(), *server.gpu)]
     broken |= _overlay(hooks, running, chosen.hooks if chosen else ())
     stages = _stages(chosen, broken, faults)
     if chosen is not None:
@@ -76,6 +79,7 @@ def examine(otlp: str | None = None) -> Finding:
         "stages": stages,
         "hooks": hooks,
         "exporter": {"sent": canary.sent, "failed": canary.failed},
+        **({"gpu": [{"id": card, "name": name} for card, name in cards.cards.items()]} if cards.cards else {}),
     }
     return Finding(document, faults, notes)
 

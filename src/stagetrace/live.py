@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import marks, session
@@ -23,6 +23,8 @@ class Server:
     processes: int
     paused: bool
     states: dict[str, str]
+    #: Lines on the GPUs its collector samples, or cannot.
+    gpu: list[str] = field(default_factory=list)
 
     def words(self) -> str:
         """One line for a person."""
@@ -64,7 +66,17 @@ def server(directory: Path) -> Server:
     for of_process in hooks.values():
         for target, state in of_process.items():
             states[target] = max(state, states.get(target, "waiting"), key=badness)
-    return Server(directory.name, len(pids), (directory / session.PAUSED).exists(), states)
+    return Server(directory.name, len(pids), (directory / session.PAUSED).exists(), states, _gpu(directory))
+
+
+def _gpu(directory: Path) -> list[str]:
+    """What the collector says of the cards."""
+    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
+        said = json.loads((directory / session.GPU).read_text(encoding="ascii"))
+        cards = ", ".join(f"{name} ({card})" for card, name in said["cards"].items())
+        lines = [f"running: {directory.name}, every {said['interval_s']:.2g} s sampled: {cards}"] if cards else []
+        return [*lines, *(f"running: {directory.name}, {fault}" for fault in said["faults"])]
+    return []
 
 
 def _told(directory: Path) -> dict[str, dict[str, str]]:

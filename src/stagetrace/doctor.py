@@ -66,7 +66,6 @@ def examine(otlp: str | None = None) -> Finding:
     stages = _stages(chosen, broken, faults)
     if chosen is not None:
         faults += _cures(broken, f"{chosen.name} {installed}", chosen)
-        faults += [f"stage {key}: {why}" for key, why in chosen.blind().items()]
     canary = fly(otlp)
     faults += [canary.fault] if canary.fault else []
     if not canary.failed:
@@ -191,7 +190,6 @@ def _overlay(hooks: list[Row], running: list[Server], groups: tuple[HookGroup, .
 
 def _stages(chosen: runtime.Integration | None, broken: dict[str, str], faults: list[str]) -> list[Row]:
     """All twelve. Of the optional groups that watch the same stage, versions have one or another: one will do."""
-    blind = chosen.blind() if chosen else {}
     rows = []
     for stage in STAGES:
         groups = [group for group in (chosen.hooks if chosen else ()) if stage.key in group.stages]
@@ -200,7 +198,7 @@ def _stages(chosen: runtime.Integration | None, broken: dict[str, str], faults: 
         lost = [broken[g.name] for g in others if g.name in broken]
         if len(lost) < len(others):
             lost = []
-        reason = next(iter([*faults, *needed, *lost, *filter(None, [blind.get(stage.key)])]), None)
+        reason = next(iter([*faults, *needed, *lost]), None)
         state = "observable" if reason is None else "not_observable"
         rows.append({"number": stage.number, "key": stage.key, "state": state, "reason": reason})
     return rows

@@ -60,13 +60,16 @@ TOKENS = 40  # a = step, b = tokens accepted (only where it is not one)
 PREEMPT = 41  # evicted
 FREE = 42  # t = before blocks are given back: a = finish code, b = output tokens (-1: not counted),
 #            c = blocks held | blocks kept << 32, d = blocks freed
-# Worker, keyed by step: a = start, b = end, c = 1 when the device runs on after the call returns.
+# Worker, keyed by step: a = start, b = end, c = what that is the time of (LAUNCHED and ON_DEVICE below).
 EXECUTE = 64
 FORWARD = 65
 LM_HEAD = 66
 SAMPLE_CALL = 67
 SAMPLE = 68
 EMBEDDING = 69  # d = rows
+
+#: A call's, while the device runs on after it has returned; the device's own work, by its events. 0: both at once.
+LAUNCHED, ON_DEVICE = 1, 2
 
 # Fields of text records. Key = root, sequence, or 0 for the process itself.
 TRACEPARENT, TRACESTATE, CLIENT_ID, ROUTE, MODEL, EXTERNAL_ID, INTERNAL_ID, ENGINE, HOOK, ERROR = range(1, 11)

@@ -116,7 +116,10 @@ class StepRecord:
     sample_ns: tuple[int, int] | None = None
     embedding_ns: tuple[int, int] | None = None
     preempted: int = 0
+    #: The device runs on after a call has returned, so that the host cannot time what it does.
     device_async: bool = False
+    #: Forward, head, sampler and embedding are timed by events of the device.
+    device_timed: bool = False
 
 
 @dataclass

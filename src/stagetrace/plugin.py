@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import instrument, marks, parents, uninstrument
 from .clock import now
 from .context import Root, current, number
+from .device_events import DeviceEvents, Lease, Placed, Point, Span
 from .guard import Guard
 from .hooks import HookGroup, HookSpec
 from .marks import key_of, signed
@@ -14,12 +15,17 @@ from .runtime import Integration, activate, engine_starts, exported_share, recor
 
 __all__ = [
     "OPTIONS",
+    "DeviceEvents",
     "Entered",
     "Guard",
     "HookGroup",
     "HookSpec",
     "Integration",
+    "Lease",
+    "Placed",
+    "Point",
     "Root",
+    "Span",
     "activate",
     "begin",
     "chosen",

@@ -40,8 +40,6 @@ class Integration:
     install: str = ""
     #: For ``doctor``: what keeps a server started from here from being recorded at all, a line with its cure each.
     checks: Callable[[], list[str]] = field(default=list)
-    #: For ``doctor``: stages that cannot be timed on this machine although their hooks are there, and why.
-    blind: Callable[[], dict[str, str]] = field(default=dict)
 
 
 @dataclass

@@ -62,6 +62,7 @@ def test_one_complete_record_per_request(live: Live, mixed: list[ClientResult]) 
     assert [problem for r in records for problem in violations(r)] == []
     applicable = [s for r in records for s in r.stages if s.state != "not_applicable"]
     assert {s.state for s in applicable} == {"measured"}
+    assert {s.source for s in applicable} == {"host_clock"}
 
 
 def test_stages_json_lists_every_request(live: Live, mixed: list[ClientResult]) -> None:

@@ -1,6 +1,7 @@
 """What GPU users run (V2 runner, asynchronous scheduling, worker inside the engine), on a CPU: the same twelve stages.
 
-Kernels go through Triton's interpreter, so times mean little here; order, number and tokens do.
+Kernels go through Triton's interpreter, and what they are launched on is a device on paper, so times mean little here;
+order, number, tokens and who waits for whom do.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from stagetrace import load
+from stagetrace.guard import MAX_FAILURES
 from stagetrace.model import RequestRecord
 from tests.engine.configurations import CONFIGURATIONS
 from tests.engine.conftest import NAME, OFFLINE_PROMPTS, Live, Starter, Untraced, serial_bodies
+from tests.engine.gpupath.plugin.gpu_default_path.device import WORK_NS
 from tests.engine.kinds import CHAT, IDS_ONLY, Kind, adds_up, ask_all, at_once, chat, check, text
 from tests.engine.serving import run_many, send
 from tests.invariants import violations
@@ -32,10 +35,19 @@ def live(request: pytest.FixtureRequest, starter: Starter, untraced: Untraced) -
     yield from starter.start(request.param, traced=True, extra=("--num-gpu-blocks-override", "24"))
 
 
-def all_measured(record: RequestRecord) -> None:
-    """Twelve stages, once each, every applicable one measured."""
+ON_DEVICE = ("embedding", "prefill", "lm_head", "sample")
+
+
+def all_measured(record: RequestRecord, by: str = "cuda_event") -> None:
+    """Twelve stages, once each, every applicable one measured; what runs on the device ``by`` its clock."""
     assert violations(record) == []
     assert {s.state for s in record.stages} <= {"measured", "not_applicable"}, [(s.key, s.state) for s in record.stages]
+    measured = [s for s in record.stages if s.state == "measured"]
+    assert {s.source for s in measured if s.key in ON_DEVICE} == {by}
+    assert {s.source for s in measured if s.key not in ON_DEVICE} == {"host_clock"}
+    assert not [s.attributes for s in measured if "clamped_ms" in s.attributes]
+    decode = record.stage("decode")
+    assert decode.state == "not_applicable" or decode.attributes["split_source"] == by
 
 
 def test_twelve_stages_and_the_same_answers(live: Live, untraced: Untraced) -> None:
@@ -89,6 +101,48 @@ def test_a_client_that_leaves(live: Live) -> None:
     all_measured(after[0])
     aborted = [r for r in load(live.store).requests if r.status == "aborted"]
     assert [r.active_stage for r in aborted] == ["decode"]
+
+
+def test_the_device_is_asked_and_never_waited_for(live: Live) -> None:
+    """After all of the above: by calls of ours the host has waited for nothing, and only real steps had events."""
+    all_measured(live.records([send(live.port, live.body(30, 5, seed=5))])[0])
+    inside = live.look_inside()
+    counts = inside["Worker" if "Worker" in inside else "EngineCore"]["device"]
+    assert counts["synchronize vllm"] > 0
+    ours = {what.rpartition(" ")[0]: n for what, n in counts.items() if what.endswith((" stagetrace", "_vllm"))}
+    assert ours.keys() <= {"make", "record", "query", "elapsed_time", "is_current_stream_capturing"}, ours
+    assert "elapsed_time too early" not in counts
+    steps = [step for step in load(live.store).steps if step.tokens]
+    assert ours["record"] == 7 * ours["is_current_stream_capturing"] == 7 * len(steps)
+    assert ours["make"] < 200 and len(steps) > 100
+
+
+def test_steps_are_where_the_device_had_them(live: Live) -> None:
+    """In order, within what the host saw of them, and as long as the device took, which the host did not."""
+    live.records([send(live.port, live.body(30, 20, seed=6))])
+    steps = [step for step in load(live.store).steps if step.tokens]
+    reached = 0
+    for step in steps:
+        assert step.device_timed and step.execute_ns and step.update_ns
+        forward, head, sample = step.forward_ns, step.lm_head_ns, step.sample_ns
+        assert forward and head and sample
+        edges = [step.execute_ns[0], forward[0], forward[1], head[0], head[1], sample[0], sample[1]]
+        assert edges == sorted(edges) and forward[0] >= reached - 1000
+        assert sample[1] <= step.update_ns[0]
+        assert min(head[1] - head[0], sample[1] - sample[0]) >= WORK_NS - 1000
+        reached = sample[1]
+
+
+def test_a_device_that_fails_costs_its_times_and_nothing_else(starter: Starter, untraced: Untraced) -> None:
+    """Every time it is asked for one; the CPU's own times are true here, and stand in."""
+    for live in starter.start("v1_async_uni", traced=True, GPU_DEVICE_FAILS="elapsed_time"):
+        results = run_many(live.port, serial_bodies(live), 1)
+        assert [r.text for r in results] == untraced.serial
+        for record in live.records(results):
+            all_measured(record, by="host_clock")
+        log = (live.folder / "server.log").read_text()
+        assert log.count("torch.cuda.Event") == log.count("hook torch.cuda.Event failed (RuntimeError)") == 1
+        assert live.look_inside()["EngineCore"]["device"]["elapsed_time stagetrace"] == MAX_FAILURES
 
 
 OFFLINE = """

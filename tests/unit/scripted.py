@@ -20,6 +20,7 @@ US, MS = 1_000, 1_000_000
 API, CORE, WORKER = 101, 102, 103
 #: Rings by name: (process, whether it is the process's main thread).
 MAIN, POOL, INPUT, ENGINE, DEVICE = ("main", API), ("pool", API), ("input", CORE), ("engine", CORE), ("device", WORKER)
+COPY = ("copy", WORKER)
 ENGINE_NUMBER = 7
 STOP, LENGTH, ABORT = 1, 2, 3
 
@@ -126,15 +127,19 @@ Written = tuple[int, tuple[str, int], Mark | TextMark]
 
 
 class Script:
-    """Ask for requests, :meth:`run`, then :meth:`records`. ``depth`` 2 is asynchronous scheduling."""
+    """Ask for requests, :meth:`run`, then :meth:`records`. ``depth`` 2 is asynchronous scheduling.
+
+    ``device`` says what times the worker's computing: the ``host`` that does it, one that only ``launches`` it on a
+    device, or ``events`` of that device, which are read when the result is there.
+    """
 
     def __init__(
         self, *, depth: int = 1, budget: int = 64, slots: int = 8, embedding: str = "watched",
-        device_async: bool = False, drafts: int = 0, accepted: tuple[int, ...] = (3, 1, 2),
+        device: str = "host", drafts: int = 0, accepted: tuple[int, ...] = (3, 1, 2),
         engine_dies: int | None = None,
     ) -> None:  # fmt: skip
         self.depth, self.budget, self.slots = depth, budget, slots
-        self.embedding, self.device_async = embedding, device_async
+        self.embedding, self.device = embedding, device
         self.drafts, self.accepted, self.engine_dies = drafts, accepted, engine_dies
         self.written: list[Written] = []
         self.roots: list[Root] = []
@@ -482,16 +487,22 @@ class Script:
         step.sample = (called + 30 * US, called + 180 * US)
         left = step.sample[1] + 20 * US
         self._worker_free, step.result = left, left + 40 * US
+        calls = {marks.EXECUTE: (start, executed), marks.SAMPLE_CALL: (called, left)}
+        if self.device == "events":  # the calls have returned when the device has just begun
+            calls = {marks.EXECUTE: (start, start + 60 * US), marks.SAMPLE_CALL: (start + 70 * US, start + 100 * US)}
+        self._write_worker(step, calls, total)
+
+    def _write_worker(self, step: Step, calls: dict[int, tuple[int, int]], rows: int) -> None:
+        for kind, span in calls.items():
+            self._mark(DEVICE, span[1], kind, step.number, *span, int(self.device != "host"))
+        clock = {"host": 0, "launches": marks.LAUNCHED, "events": marks.ON_DEVICE}[self.device]
+        spans = {marks.FORWARD: step.forward, marks.LM_HEAD: step.lm_head, marks.SAMPLE: step.sample}
         if self.embedding == "watched":
-            # The engine's last mark of the three: a module's hook runs inside the forward.
-            self._mark(
-                DEVICE, step.embedding[1], marks.EMBEDDING, step.number, *step.embedding, int(self.device_async), total
-            )
-        for kind, span in (
-            (marks.FORWARD, step.forward), (marks.LM_HEAD, step.lm_head), (marks.EXECUTE, (start, executed)),
-            (marks.SAMPLE, step.sample), (marks.SAMPLE_CALL, (called, left)),
-        ):  # fmt: skip
-            self._mark(DEVICE, span[1], kind, step.number, *span, int(self.device_async))
+            spans[marks.EMBEDDING] = step.embedding
+        for kind, span in spans.items():
+            number = rows if kind == marks.EMBEDDING else 0
+            ring, t = (COPY, step.result) if self.device == "events" else (DEVICE, span[1])
+            self._mark(ring, t, kind, step.number, *span, clock, number)
 
     def _update(self, step: Step, t: int) -> int:
         step.update = (t, t + 120 * US)

@@ -21,6 +21,7 @@ RECORDER = (
     "stagetrace.api",
     "stagetrace.clock",
     "stagetrace.context",
+    "stagetrace.device_events",
     "stagetrace.guard",
     "stagetrace.hooks",
     "stagetrace.marks",

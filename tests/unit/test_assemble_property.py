@@ -47,7 +47,7 @@ def scripts(draw: st.DrawFn) -> Script:
         budget=draw(st.sampled_from([8, 16, 64, 512])),
         slots=draw(st.sampled_from([1, 3, 8])),
         embedding=draw(st.sampled_from(["watched", "watched", "fused"])),
-        device_async=draw(st.sampled_from([False, False, True])),
+        device=draw(st.sampled_from(["host", "host", "launches", "events"])),
         drafts=draw(st.sampled_from([0, 0, 2])),
         engine_dies=draw(st.none() | st.none() | times),
     )
@@ -81,7 +81,7 @@ def test_complete_timelines(script: Script, shuffle: int | None) -> None:
             continue
         seq = root.seqs[record.sequence]
         for stage in record.stages:
-            if stage.key not in seq.truth or (script.device_async and 6 <= stage.number <= 9):
+            if stage.key not in seq.truth or (script.device == "launches" and 6 <= stage.number <= 9):
                 continue
             start, duration = seq.truth[stage.key]
             assert stage.start_ms is not None and stage.duration_ms is not None, stage

@@ -11,7 +11,7 @@ from stagetrace.marks import Mark
 from stagetrace.model import RequestRecord
 from stagetrace.stages import STAGES
 from tests.invariants import check_all
-from tests.unit.scripted import MAIN, MS, US, Ask, Script, Seq, kinds
+from tests.unit.scripted import DEVICE, MAIN, MS, US, Ask, Script, Seq, kinds
 
 #: What a stage reads that the script has no truth for: a call that has none, a single token.
 ABSENT = {"not_applicable", "fused"}
@@ -47,23 +47,25 @@ SCENARIOS: dict[str, tuple[dict[str, Any], list[Ask]]] = {
 }  # fmt: skip
 
 
-def compare(record: RequestRecord, seq: Seq, started: int) -> None:
+def compare(record: RequestRecord, seq: Seq, started: int, device: str = "host") -> None:
     """Every stage the script knows of is there to the nanosecond, and no other is measured."""
     for stage in record.stages:
         if stage.key not in seq.truth:
             assert stage.state in ABSENT, stage
             continue
         start, duration = seq.truth[stage.key]
-        assert (stage.state, stage.source) == ("measured", "host_clock"), stage
+        by = "cuda_event" if device == "events" and 6 <= stage.number <= 9 else "host_clock"
+        assert (stage.state, stage.source) == ("measured", by), stage
         assert stage.start_ms == pytest.approx((start - started) / 1e6, abs=2e-6), stage
         assert stage.duration_ms == pytest.approx(duration / 1e6, abs=2e-6), stage
 
 
+@pytest.mark.parametrize("device", ["host", "events"])
 @pytest.mark.parametrize("shuffle", [None, 1, 2, 3])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_stage_is_where_it_was(name: str, shuffle: int | None) -> None:
+def test_every_stage_is_where_it_was(name: str, shuffle: int | None, device: str) -> None:
     options, asks = SCENARIOS[name]
-    script = Script(**options).run(*asks)
+    script = Script(**options, device=device).run(*asks)
     records = script.records(shuffle)
     check_all(records, complete=True)
     known = [(root, seq) for root in script.roots for seq in root.seqs]
@@ -76,7 +78,7 @@ def test_every_stage_is_where_it_was(name: str, shuffle: int | None) -> None:
         assert record.finish_reason == ("stop" if seq.stopped or seq.ask.kind == "embedding" else "length")
         assert record.preemptions == len(seq.evictions)
         assert record.e2e_ms == pytest.approx(((root.sends or [root.ended])[-1] - root.started) / 1e6)  # type: ignore[operator]
-        compare(record, seq, root.started)
+        compare(record, seq, root.started, device)
         times = [(time - root.started) / 1e6 for time in seq.token_times]
         assert record.token_times_ms == pytest.approx(times, abs=2e-6)
 
@@ -218,7 +220,7 @@ def test_an_answer_in_the_background_lasts_until_the_engine_is_done(output: int,
 
 @pytest.mark.parametrize("drop", [(), (marks.EMBEDDING,)])
 def test_a_gpu_without_events_claims_no_times(drop: tuple[int, ...]) -> None:
-    script = Script(device_async=True, depth=2).run(Ask(), Ask(at=2 * MS, kind="completion", prompt=90))
+    script = Script(device="launches", depth=2).run(Ask(), Ask(at=2 * MS, kind="completion", prompt=90))
     records = script.records(drop=kinds(*drop))
     check_all(records, complete=True)
     for record in records:
@@ -228,6 +230,81 @@ def test_a_gpu_without_events_claims_no_times(drop: tuple[int, ...]) -> None:
         assert record.prefill_ms is None and record.status == "ok" and record.ttft_kind == "streamed"
         split = record.stage("decode").attributes["split_ms"]
         assert {split[k] for k in ("forward", "lm_head", "sample", "prepare", "stalled")} == {0.0}
+
+
+@pytest.mark.parametrize("device", ["host", "events"])
+def test_what_decode_is_made_of_is_by_the_same_clock(device: str) -> None:
+    records = Script(device=device, depth=2).run(Ask(output=20), Ask(at=9 * MS, prompt=40)).records()
+    check_all(records, complete=True)
+    for record in records:
+        facts = record.stage("decode").attributes
+        assert facts["split_source"] == {"host": "host_clock", "events": "cuda_event"}[device]
+        assert facts["split_ms"]["forward"] > facts["split_ms"]["lm_head"] > 0
+        assert facts["split_ms"]["other"] < 0.05 * (record.stage("decode").duration_ms or 0)
+
+
+def late(script: Script, ns: int, *wanted: int) -> list[RequestRecord]:
+    """The records, when marks of these kinds say that it was ``ns`` later."""
+    for kind in wanted:
+        script.change(kind, lambda mark: mark._replace(a=mark.a + ns, b=mark.b + ns))
+    records = script.records()
+    check_all(records, complete=True)
+    return records
+
+
+@pytest.mark.parametrize("embedding", ["watched", "fused"])
+def test_what_the_device_says_is_fitted_to_what_the_host_saw_and_says_so(embedding: str) -> None:
+    """Its clock is known to some tens of microseconds: no stage is lost for that, and none is moved in silence."""
+    wanted = (marks.FORWARD, marks.LM_HEAD, marks.SAMPLE, marks.EMBEDDING)
+    for ns in (-400 * US, -160 * US, 90 * US, 4 * MS):
+        script = Script(device="events", embedding=embedding).run(Ask(output=3))
+        truth = {key: duration / 1e6 for key, (_, duration) in script.roots[0].seqs[0].truth.items()}
+        (record,) = late(script, ns, *wanted)
+        rows = [record.stage(key) for key in ("prefill", "lm_head", "sample")]
+        assert {row.state for row in (*rows, record.stage("kv_allocate"), record.stage("detokenize"))} == {"measured"}
+        moved = [row for row in rows if "clamped_ms" in row.attributes]
+        assert moved and all(row.source == "cuda_event" and row.attributes["clamped_ms"] > 0 for row in moved)
+        for row in rows:
+            assert row in moved or row.duration_ms == pytest.approx(truth[row.key])
+
+
+def test_chunks_that_the_device_had_at_once_are_one_after_the_other() -> None:
+    """Where two steps are put in their place by two estimates, they can overlap by the difference."""
+    script = Script(device="events", budget=16, embedding="fused").run(Ask(prompt=50))
+    second = script.steps[1].number
+    earlier = script.steps[1].forward[0] - script.steps[0].sample[1] + 2 * MS
+    script.change(
+        marks.FORWARD,
+        lambda mark: mark._replace(a=mark.a - earlier, b=mark.b - earlier) if mark.key == second else mark,
+    )
+    record = script.records()[0]
+    check_all([record], complete=True)
+    prefill = record.stage("prefill")
+    assert prefill.state == "measured" and prefill.attributes["clamped_ms"] > 0
+
+
+@pytest.mark.parametrize("shuffle", [None, *range(8)])
+def test_the_devices_clock_goes_before_the_hosts(shuffle: int | None) -> None:
+    """Whichever is read first; and what is launched only is never taken for what was done."""
+    script = Script(device="events").run(Ask())
+    truth = script.roots[0].seqs[0].truth
+    for step in script.steps:
+        for clock in (0, marks.LAUNCHED):
+            script._mark(DEVICE, step.schedule[1] + 50 * US, marks.FORWARD, step.number, 1, 2, clock)
+    (record,) = script.records(shuffle)
+    prefill = record.stage("prefill")
+    assert (prefill.source, prefill.duration_ms) == ("cuda_event", pytest.approx(truth["prefill"][1] / 1e6))
+
+
+def test_what_both_clocks_have_timed_is_by_the_hosts() -> None:
+    """A chunk whose events could not be read, where the host computes itself."""
+    script = Script(device="events", budget=16, embedding="fused").run(Ask(prompt=50, output=3))
+    second = script.steps[1].number
+    for kind in (marks.FORWARD, marks.LM_HEAD, marks.SAMPLE):
+        script.change(kind, lambda mark: mark._replace(c=0) if mark.key == second else mark)
+    (record,) = script.records()
+    check_all([record], complete=True)
+    assert [record.stage(key).source for key in ("prefill", "lm_head")] == ["host_clock", "cuda_event"]
 
 
 def test_an_embedding_outside_the_forward_is_none() -> None:

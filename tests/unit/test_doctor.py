@@ -190,13 +190,6 @@ def test_nothing_of_the_engine_is_imported(stagetrace: Cli, engine: Make, monkey
     assert unseen(document) == []
 
 
-def test_a_stage_that_cannot_be_timed_here(stagetrace: Cli, engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, "0.32.0", *everything(engine(core=SOURCE)), blind=lambda: {"prefill": "on the moon"})
-    document, err = examined(stagetrace, 2)
-    assert unseen(document) == ["prefill"]
-    assert "stage prefill: on the moon" in err
-
-
 # ---------------------------------------------------------------- the environment
 
 

@@ -349,9 +349,11 @@ class Book:
         if step is None:  # the worker's ring was read before the engine's
             self._early.setdefault(mark.key, []).append(mark)
             return
-        setattr(step, _STEP_FIELDS[mark.kind], (mark.a, mark.b))
-        if mark.c:
+        if mark.c == marks.LAUNCHED:
             step.device_async = True
+        if mark.kind in _CALLS or mark.c == marks.ON_DEVICE or not (mark.c or step.device_timed):
+            setattr(step, _STEP_FIELDS[mark.kind], (mark.a, mark.b))
+        step.device_timed |= mark.c == marks.ON_DEVICE
         if step.update_ns is not None:  # the engine's ring was read first: what was made of the step is to be renewed
             self.fresh_steps.append(mark.key)
 
@@ -387,4 +389,6 @@ _STEP_FIELDS: dict[int, str] = {
     marks.SAMPLE: "sample_ns",
     marks.EMBEDDING: "embedding_ns",
 }
+#: The engine's calls, which are over when they return, whatever they have launched.
+_CALLS = (marks.EXECUTE, marks.SAMPLE_CALL)
 _ENGINE_KINDS = frozenset(kind for kind in (*_SEQUENCE_FIELDS, *_SEQUENCE_LISTS) if kind >= marks.ARRIVE)

@@ -29,6 +29,8 @@ class Split:
     parts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     overlapped: int = 0
     blame: dict[int | None, tuple[Sequence, int, int]] = field(default_factory=dict)
+    #: Whose clock the worker's parts are by: the device's where it has timed all of them. None where nobody's is known.
+    source: str | None = None
 
     def ms(self) -> dict[str, float]:
         """The parts in ms."""
@@ -53,6 +55,8 @@ def split(case: Case, window: Span, first: int | None = None) -> Split:
         if not parts:
             continue
         total.overlapped += parts["overlapped"]
+        if step.forward_ns and total.source != "host_clock":
+            total.source = "cuda_event" if step.device_timed else "host_clock"
         turn = case.by_step.get(step.step)
         whole = None
         if turn is None:

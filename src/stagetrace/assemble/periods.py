@@ -116,8 +116,7 @@ def _intervals(step: StepRecord, composing: int | None) -> list[tuple[int, int, 
         back = (step.sample_call_ns or step.execute_ns)[1]
         if step.update_ns:
             found.append(("dispatch", back, step.update_ns[0]))
-        if not step.device_async:  # else the worker's times say when work was launched, not when it was done
-            found += _worker(step, step.execute_ns)
+        found += _worker(step, step.execute_ns)
     return [(LABELS.index(label), a, b) for label, a, b in found if b > a]
 
 

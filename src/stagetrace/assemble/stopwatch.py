@@ -11,6 +11,8 @@ from ..stages import BY_KEY
 from .book import Span
 from .case import Case
 from .decode import split
+from .fit import Fitted, fitted, inside
+from .life import Turn
 from .waiting import reason
 
 
@@ -131,39 +133,51 @@ def _allocate(case: Case) -> StageRecord:
     return _record(case, "kv_allocate", s.lookups[-1], s.blocks, **facts)
 
 
-def forwards(case: Case) -> list[Span] | None:
+def _forwards(case: Case) -> list[Fitted] | None:
     """The forwards of the prompt, None if one of them was not timed where it ran."""
-    spans = [turn.step.forward_ns for turn in case.chunks]
-    if not spans or case.first is None or any(turn.step.device_async for turn in case.chunks):
+    if not case.chunks or case.first is None:
         return None
-    return [span for span in spans if span] if all(spans) else None
+    found: list[Fitted] = []
+    for turn in case.chunks:
+        if turn.step.forward_ns is None:
+            return None
+        found.append(fitted(turn.step, turn.step.forward_ns, found[-1].span[1] if found else 0))
+    return found
 
 
-def _embeddings(case: Case) -> list[Span]:
+def _embeddings(case: Case, known: list[Fitted] | None) -> list[Span]:
     """The embedding of each chunk, nothing if one of them is unknown or not a part of its forward."""
-    spans = [(turn.step.embedding_ns, turn.step.forward_ns) for turn in case.chunks]
-    inside = [e for e, f in spans if e and f and f[0] <= e[0] <= e[1] <= f[1]]
-    return inside if len(inside) == len(spans) and case.book.settings.get("embedding") != "fused" else []
+    if known is None or case.book.settings.get("embedding") == "fused":
+        return []
+    found = []
+    for turn, forward in zip(case.chunks, known, strict=True):
+        span, whole = turn.step.embedding_ns, turn.step.forward_ns
+        if not span or not whole or not whole[0] <= span[0] <= span[1] <= whole[1]:
+            return []
+        found.append(inside(span, forward.span))
+    return found
 
 
 def _embedding(case: Case) -> StageRecord:
     if case.book.settings.get("embedding") == "fused":
         return _other("embedding", "fused")
-    spans = _embeddings(case)
-    if forwards(case) is None or not spans:
+    spans = _embeddings(case, _forwards(case))
+    if not spans:
         return _record(case, "embedding", None, None)
     rows = sum(turn.tokens for turn in case.chunks)
-    return _measured(case, "embedding", spans[0][0], sum(b - a for a, b in spans), rows=rows)
+    made = _measured(case, "embedding", spans[0][0], sum(b - a for a, b in spans), rows=rows)
+    return _timed_by(made, case.chunks)
 
 
 def _prefill(case: Case) -> StageRecord:
-    known = forwards(case)
-    if known is None:
+    forwards = _forwards(case)
+    if forwards is None:
         begun = case.chunks[0].step if case.chunks else None
-        if case.first is None and begun is not None and begun.forward_ns and not begun.device_async:
+        if case.first is None and begun is not None and begun.forward_ns:
             return _record(case, "prefill", begun.forward_ns[0], None)
         return _record(case, "prefill", None, None)
-    embedding = sum(b - a for a, b in _embeddings(case))
+    known = [forward.span for forward in forwards]
+    embedding = sum(b - a for a, b in _embeddings(case, forwards))
     computing = sum(b - a for a, b in known)
     tokens = sum(turn.tokens for turn in case.chunks)
     share = sum((b - a) * t.tokens / max(t.step.tokens, 1) for t, (a, b) in zip(case.chunks, known, strict=True))
@@ -176,7 +190,17 @@ def _prefill(case: Case) -> StageRecord:
     out = _evicted(case, known)
     if out:
         facts["preempted_ms"] = out / 1e6
-    return _measured(case, "prefill", known[0][0], computing - embedding, **facts)
+    made = _measured(case, "prefill", known[0][0], computing - embedding, **facts)
+    return _timed_by(made, case.chunks, sum(forward.moved for forward in forwards))
+
+
+def _timed_by(row: StageRecord, turns: list[Turn], moved: int = 0) -> StageRecord:
+    """Say by which clock, the device's where it has timed all of it, and by how many ns it was fitted to the host's."""
+    if row.state == "measured" and all(turn.step.device_timed for turn in turns):
+        row.source = "cuda_event"
+        if moved:
+            row.attributes["clamped_ms"] = moved / 1e6
+    return row
 
 
 def _evicted(case: Case, known: list[Span]) -> int:
@@ -190,17 +214,24 @@ def _evicted(case: Case, known: list[Span]) -> int:
     return out
 
 
-def _scope(case: Case, key: str, span: Span | None, **facts: Any) -> StageRecord:
+def _scope(case: Case, key: str, **facts: Any) -> StageRecord:
+    """Stage 8 or 9, of the step that drew the first token."""
     if case.pools:
         return _other(key, "not_applicable")
-    if case.first is None or span is None or case.first.step.device_async:
+    reached, found = 0, None
+    step = case.first.step if case.first else None
+    for name, span in (("", step.forward_ns), ("lm_head", step.lm_head_ns), ("sample", step.sample_ns)) if step else ():
+        place = fitted(step, span, reached) if step and span else None
+        reached = place.span[1] if place else reached
+        found = place if name == key else found
+    if found is None or case.first is None:
         return _record(case, key, None, None)
-    return _measured(case, key, span[0], span[1] - span[0], **facts)
+    start, end = found.span
+    return _timed_by(_measured(case, key, start, end - start, **facts), [case.first], found.moved)
 
 
 def _lm_head(case: Case) -> StageRecord:
-    span = case.first.step.lm_head_ns if case.first else None
-    return _scope(case, "lm_head", span, vocabulary=case.setting("vocabulary"), norm="fused")
+    return _scope(case, "lm_head", vocabulary=case.setting("vocabulary"), norm="fused")
 
 
 def _sample(case: Case) -> StageRecord:
@@ -208,7 +239,7 @@ def _sample(case: Case) -> StageRecord:
     facts: dict[str, Any] = {}
     if mark is not None:
         facts = {"temperature": mark.a / 1e6, "top_p": mark.b / 1e6, "top_k": mark.c, "grammar": bool(mark.d)}
-    return _scope(case, "sample", case.first.step.sample_ns if case.first else None, **facts)
+    return _scope(case, "sample", **facts)
 
 
 def _detokenize(case: Case) -> StageRecord:
@@ -264,7 +295,8 @@ def _spent(case: Case, window: Span) -> dict[str, Any]:
     return {
         "tokens": case.generated - 1 if case.generated else None, "steps": len(after) or None,
         "batch": round(sum(step.batch_size for step in after) / len(after), 2) if after else None,
-        "split_ms": parts.ms(), "overlapped_ms": parts.overlapped / 1e6 if after else None,
+        "split_ms": parts.ms(), "split_source": parts.source,
+        "overlapped_ms": parts.overlapped / 1e6 if after else None,
         "stalled_by": parts.culprits(case.book),
     }  # fmt: skip
 

@@ -14,7 +14,7 @@ from ..model import GpuSample, RequestRecord, RunRecord, StageRecord, StepRecord
 Row = tuple[Any, ...]
 #: Version of the tables, in the file's ``user_version``: one more with every change of them. A store of another
 #: version is refused; nothing converts it.
-VERSION = 3
+VERSION = 4
 
 # For a person with the sqlite3 shell: plain columns, JSON where a value is a dictionary or a list.
 DDL = """
@@ -58,7 +58,7 @@ CREATE TABLE steps (
     forward_start_ns INTEGER, forward_end_ns INTEGER, lm_head_start_ns INTEGER, lm_head_end_ns INTEGER,
     sample_call_start_ns INTEGER, sample_call_end_ns INTEGER, sample_start_ns INTEGER, sample_end_ns INTEGER,
     embedding_start_ns INTEGER, embedding_end_ns INTEGER,
-    preempted INTEGER NOT NULL, device_async INTEGER NOT NULL,
+    preempted INTEGER NOT NULL, device_async INTEGER NOT NULL, device_timed INTEGER NOT NULL,
     UNIQUE (run_id, engine, step, schedule_start_ns)
 );
 CREATE TABLE gpu_samples (
@@ -222,5 +222,6 @@ def step_of(row: Row) -> StepRecord:
             values[name] = None if first is None else (first, second)
         else:
             values[name] = first
-    values["device_async"] = bool(values["device_async"])
+    for name in ("device_async", "device_timed"):
+        values[name] = bool(values[name])
     return StepRecord(**values)

@@ -24,11 +24,18 @@ def _dump(_number: int, _frame: Any) -> None:
         "modules": sorted(sys.modules),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "wrapped": _wrapped(),
+        "device": _device(),
     }
     path = os.path.join(os.environ["PROBE_DIR"], f"{os.getpid()}.json")
     with open(path + ".part", "w") as file:
         json.dump(found, file)
     os.replace(path + ".part", path)
+
+
+def _device() -> dict[str, int]:
+    """The calls of the device on paper, where there is one; see ../../gpupath/README.md."""
+    module = sys.modules.get("gpu_default_path.device")
+    return dict(module.StrictEvent.device.counts) if module is not None else {}
 
 
 def _wrapped() -> list[str]:

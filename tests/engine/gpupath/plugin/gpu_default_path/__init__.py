@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 _installed = False
@@ -24,7 +23,7 @@ def install() -> None:
     import wrapt
 
     if "events" in flags():
-        wrapt.register_post_import_hook(_timed_events, "vllm.v1.worker.cpu.shm")
+        wrapt.register_post_import_hook(_device_events, "vllm.v1.worker.cpu.shm")
     if os.environ.get("TRITON_INTERPRET") == "1":
         wrapt.register_post_import_hook(_torch_top_k, "vllm.v1.sample.ops.topk_topp_sampler")
         wrapt.register_post_import_hook(_bool_masks, "triton.runtime.interpreter")
@@ -51,36 +50,18 @@ def _keep_choices() -> None:
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment]
 
 
-class TimedEvent:
-    """A device event whose work is always finished; two of them give a time, as enabled CUDA events do."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._at: float | None = None
-
-    def record(self, *args: Any) -> None:
-        self._at = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def wait(self, *args: Any) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
-
-    def elapsed_time(self, end: TimedEvent) -> float:
-        if self._at is None or end._at is None:
-            raise ValueError("Both events must be recorded before calculating elapsed time.")
-        return (end._at - self._at) * 1e3
-
-
-def _timed_events(shm: Any) -> None:
+def _device_events(shm: Any) -> None:
+    """Put a device on paper behind the events, where the CPU build has nothing; ``GPU_DEVICE_FAILS`` makes it fail."""
     import torch
 
-    shm._EventPlaceholder = TimedEvent
-    torch.Event = torch.cuda.Event = TimedEvent  # type: ignore[misc, assignment]
-    torch.cuda.is_current_stream_capturing = lambda: False  # a CPU build raises instead of answering
+    from .device import StrictEvent
+
+    device = StrictEvent.device
+    device.failing.update(filter(None, os.environ.get("GPU_DEVICE_FAILS", "").split(",")))
+    shm._EventPlaceholder = StrictEvent
+    torch.Event = torch.cuda.Event = StrictEvent  # type: ignore[misc, assignment]
+    torch.cuda.is_current_stream_capturing = device.is_capturing  # a CPU build raises instead of answering
+    torch.cuda.synchronize = device.synchronize
 
 
 def _torch_top_k(sampler: Any) -> None:

@@ -47,7 +47,9 @@ def all_measured(record: RequestRecord, by: str = "cuda_event") -> None:
     assert {s.source for s in measured if s.key not in ON_DEVICE} == {"host_clock"}
     assert not [s.attributes for s in measured if "clamped_ms" in s.attributes]
     decode = record.stage("decode")
-    assert decode.state == "not_applicable" or decode.attributes["split_source"] == by
+    # The steps may all be over when the first text is sent: then there is nothing to be divided.
+    if decode.state == "measured" and decode.attributes["split_ms"]["forward"]:
+        assert decode.attributes["split_source"] == by
 
 
 def test_twelve_stages_and_the_same_answers(live: Live, untraced: Untraced) -> None:

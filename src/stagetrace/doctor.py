@@ -177,13 +177,16 @@ def _overlay(hooks: list[Row], running: list[Server], groups: tuple[HookGroup, .
     """Put what running servers say of their hooks in the rows; return why their groups are not whole."""
     broken: dict[str, str] = {}
     home = {hook.target: group.name for group in groups for hook in group.hooks}
+    # What hooks stand on is said to fail like one of them: a device's events, a host's provider.
+    more = {name for server in running for name, state in server.states.items() if badness(state) > 1}
+    hooks += [{"target": name} for name in sorted(more - {row["target"] for row in hooks})]
     for row in hooks:
         told = [state for server in running if (state := server.states.get(row["target"]))]
         if not told:
             continue
         word, _, why = max(told, key=badness).partition(" ")
         row |= {"state": word.rstrip(":"), "reason": why or None}
-        if badness(word) > 1:
+        if badness(word) > 1 and row["target"] in home:
             broken[home[row["target"]]] = f"{row['target']} is {word.rstrip(':')} in a running server: {why}"
     return broken
 

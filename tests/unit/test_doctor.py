@@ -248,6 +248,11 @@ def test_what_a_running_server_says(stagetrace: Cli, engine: Make, monkeypatch: 
         Recorder(directory).text(marks.HOOK, 0, f"{schedule} installed")
         document, err = examined(stagetrace, 0)
         assert (document["hooks"][0]["state"], err) == ("installed", "")
+        # What is no hook of the table, but fails like one: no stage is lost for certain.
+        Recorder(directory).text(marks.HOOK, 0, "torch.cuda.Event failing RuntimeError")
+        document, err = examined(stagetrace, 0)
+        assert document["hooks"][-1] == {"target": "torch.cuda.Event", "state": "failing", "reason": "RuntimeError"}
+        assert unseen(document) == [] and err == ""
         # Another process's, long overwritten in its ring; the collector has kept it.
         told = {"1": {schedule: "waiting"}, "2": {update: "refused: it has moved"}}
         session.write(directory / session.HOOKS, json.dumps(told))
@@ -258,8 +263,8 @@ def test_what_a_running_server_says(stagetrace: Cli, engine: Make, monkeypatch: 
         session.write(directory / session.HOOKS, '{"half')
         (directory / session.PAUSED).touch()
         (server,) = servers()
-        assert server.states == {schedule: "installed"}
-        assert "1 processes record, 1 hooks installed; paused" in server.words()
+        assert server.states == {schedule: "installed", "torch.cuda.Event": "failing RuntimeError"}
+        assert "1 processes record, 1 hooks installed, 1 in trouble (torch.cuda.Event); paused" in server.words()
     finally:
         os.close(lock)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from stagetrace.plugin import HookGroup, HookSpec, key_of, marks, now, number, recorder
 
+from .model_facts import model_facts
+
 #: Up to so many members are looked for in the batch one by one; for more, it is worth an index.
 FEW = 4
 
@@ -38,6 +40,11 @@ def scheduler_built(_state: Any, scheduler: Any, _result: Any) -> None:
                 recorder.text(marks.ENGINE, 0, f"{key}={value}")
     except Exception as error:  # a setting that moved must not cost us the requests
         recorder.text(marks.ENGINE, 0, f"settings_error={type(error).__name__}")
+    try:
+        for key, value in model_facts(scheduler.vllm_config):
+            recorder.text(marks.ENGINE, 0, f"{key}={value}")
+    except Exception as error:
+        recorder.text(marks.ENGINE, 0, f"model_config_error={type(error).__name__}")
 
 
 def settings(scheduler: Any) -> dict[str, Any]:
@@ -67,6 +74,9 @@ def settings(scheduler: Any) -> dict[str, Any]:
         "executor": str(parallel.distributed_executor_backend),
         "device": str(config.device_config.device_type),
         "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "data_parallel": parallel.data_parallel_size,
+        "expert_parallel": int(bool(getattr(parallel, "enable_expert_parallel", False))),
         "speculative": int(config.speculative_config is not None),
         "engine_index": getattr(parallel, "data_parallel_index", 0),
     }

@@ -107,7 +107,7 @@ def stages(
     if as_json:
         print_json(records)
     else:
-        print_stopwatches(records, file)
+        print_stopwatches(records, file, trace.runs)
 
 
 def _where_else(request: str, file: Path) -> str:

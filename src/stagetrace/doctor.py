@@ -15,6 +15,9 @@ from typing import Any
 from . import runtime, session
 from .api import integrations
 from .canary import fly
+from .floor import find_device
+from .floor.engine import CURE
+from .floor.engine import ENV as GPU_ENV
 from .gpu.look import look
 from .hooks import HookGroup, HookSpec
 from .hooks.install import resolve
@@ -70,6 +73,7 @@ def examine(otlp: str | None = None) -> Finding:
     faults += [canary.fault] if canary.fault else []
     if not canary.failed:
         notes.append(f"exporter: a span arrived at {canary.endpoint}" if canary.sent else "exporter: none configured")
+    notes.append(_floors())
     document = {
         "schema": SCHEMA,
         "engine": chosen.name if chosen else None,
@@ -81,6 +85,17 @@ def examine(otlp: str | None = None) -> Finding:
         **({"gpu": [{"id": card, "name": name} for card, name in cards.cards.items()]} if cards.cards else {}),
     }
     return Finding(document, faults, notes)
+
+
+def _floors() -> str:
+    """What a server started from here would be held against."""
+    named = os.environ.get(GPU_ENV)
+    if not named:
+        return f"floors: of the GPU that a worker reports; where there is none, {CURE}"
+    device = find_device(named)
+    return (
+        f"floors: of {device.name} ({GPU_ENV})" if device else f"floors: none, {GPU_ENV}={named} is not known; {CURE}"
+    )
 
 
 def engine_version(integration: runtime.Integration) -> str | None:

@@ -23,6 +23,9 @@ class Stage:
     worse_with: str
 
 
+#: What every stage that runs on the device says of the hardware's floor; None where that is not known.
+FLOOR = ("floor_ms", "over_floor", "achieved_tflop_per_s", "achieved_gb_per_s")
+
 STAGES: tuple[Stage, ...] = (
     Stage(
         1,
@@ -81,7 +84,7 @@ STAGES: tuple[Stage, ...] = (
         "worker",
         "embedding layer entry, inside the forward",
         "its exit",
-        ("rows",),
+        ("rows", *FLOOR),
         "fused in a compiled graph",
     ),
     Stage(
@@ -91,7 +94,7 @@ STAGES: tuple[Stage, ...] = (
         "worker",
         "the forward(s) of its prompt tokens",
         "their end, less 6",
-        ("tokens", "chunks", "batch", "gaps_ms", "cost_share_ms", "cache_bytes_written"),
+        ("tokens", "chunks", "batch", "gaps_ms", "cost_share_ms", "cache_bytes_written", "flop", *FLOOR),
         "long prompts, no reuse",
     ),
     Stage(
@@ -101,7 +104,7 @@ STAGES: tuple[Stage, ...] = (
         "worker",
         "end of the first-token forward",
         "logits ready",
-        ("vocabulary", "norm"),
+        ("vocabulary", "norm", *FLOOR),
         "very large vocabularies",
     ),
     Stage(
@@ -111,7 +114,7 @@ STAGES: tuple[Stage, ...] = (
         "worker",
         "sampler entry in the first-token step",
         "sampler exit",
-        ("temperature", "top_p", "top_k", "grammar"),
+        ("temperature", "top_p", "top_k", "grammar", *FLOOR),
         "grammar constraints",
     ),
     Stage(
@@ -142,6 +145,9 @@ STAGES: tuple[Stage, ...] = (
             "worst_steps",
             "emit_lag_ms",
             "overlapped_ms",
+            "bytes_read",
+            "floor_steps",
+            *FLOOR,
         ),
         "output length, batch, position",
     ),
@@ -170,6 +176,7 @@ def markdown() -> str:
         "|---|---|---|---|---|---|",
     ]
     for s in STAGES:
-        facts = ", ".join(f"`{fact}`" for fact in s.facts)
+        facts = ", ".join(f"`{fact}`" for fact in s.facts if fact not in FLOOR)
+        facts += ", its [floor](docs/floor.md)" if s.facts[-len(FLOOR) :] == FLOOR else ""
         lines.append(f"| {s.number} | `{s.key}` | {s.title} | {s.process} | {s.starts} → {s.ends} | {facts} |")
     return "\n".join(lines)

@@ -11,11 +11,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 
 import pytest
 
 from stagetrace import load
+from stagetrace.floor import (
+    DEVICES,
+    Rates,
+    decode_pass,
+    embedding,
+    lm_head,
+    model_of,
+    prefill,
+    read_config,
+    sample,
+)
 from tests.engine.conftest import Live, Starter, Untraced, mixed_bodies, serial_bodies
 from tests.engine.serving import ClientResult, get, run_many, send
 from tests.invariants import violations
@@ -23,7 +35,8 @@ from tests.invariants import violations
 
 @pytest.fixture(scope="module")
 def live(starter: Starter, untraced: Untraced) -> Iterator[Live]:
-    yield from starter.start("plain", traced=True)
+    # A CPU has no floor of its own: one is named.
+    yield from starter.start("plain", traced=True, STAGETRACE_GPU="reference")
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +76,31 @@ def test_one_complete_record_per_request(live: Live, mixed: list[ClientResult]) 
     applicable = [s for r in records for s in r.stages if s.state != "not_applicable"]
     assert {s.state for s in applicable} == {"measured"}
     assert {s.source for s in applicable} == {"host_clock"}
+
+
+def test_floors_are_what_the_lengths_alone_cost(live: Live, model: Path, alone: list[ClientResult]) -> None:
+    """Of requests that nobody else is with: the pure function of the model's own config and of their lengths."""
+    shape = model_of({**read_config(model), "dtype": "float32"})
+    rates = Rates.of(DEVICES[0], shape)
+    for record in live.records(alone):
+        facts = {stage.key: stage.attributes for stage in record.stages}
+        cached, prompt = record.cached_tokens, record.prompt_tokens
+        steps = facts["decode"]["floor_steps"]
+        assert 0 <= record.output_tokens - 1 - steps <= 3, "passes before the first text was sent are not in stage 11"
+        contexts = range(prompt + record.output_tokens - steps, prompt + record.output_tokens)
+        expected = {
+            "embedding": embedding(shape, prompt - cached), "prefill": prefill(shape, prompt - cached, cached),
+            "lm_head": lm_head(shape), "sample": sample(shape),
+        }  # fmt: skip
+        for key, work in expected.items():
+            assert facts[key]["floor_ms"] == pytest.approx(rates.ms(work)), key
+        assert facts["decode"]["floor_ms"] == pytest.approx(sum(rates.ms(decode_pass(shape, at)) for at in contexts))
+        for stage in record.stages:
+            if "floor_ms" in stage.attributes:
+                assert stage.attributes["over_floor"] == pytest.approx(stage.duration_ms / stage.attributes["floor_ms"])
+                assert stage.attributes["over_floor"] > 1, "two CPU cores, and a GPU's floor"
+    config = load(live.store).runs[-1].config
+    assert config["floor_gpu"] == "reference" and config["model_config"]["hidden_size"] == shape.hidden
 
 
 def test_stages_json_lists_every_request(live: Live, mixed: list[ClientResult]) -> None:

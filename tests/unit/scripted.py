@@ -136,7 +136,7 @@ class Script:
     def __init__(
         self, *, depth: int = 1, budget: int = 64, slots: int = 8, embedding: str = "watched",
         device: str = "host", drafts: int = 0, accepted: tuple[int, ...] = (3, 1, 2),
-        engine_dies: int | None = None,
+        engine_dies: int | None = None, settings: dict[str, str] | None = None, against: str | None = None,
     ) -> None:  # fmt: skip
         self.depth, self.budget, self.slots = depth, budget, slots
         self.embedding, self.device = embedding, device
@@ -153,6 +153,9 @@ class Script:
             "engine": "paper", "engine_version": "1", "model": "tiny", "block_size": 16, "kv_blocks": 100,
             "kv_block_bytes": 4096, "max_num_seqs": slots, "max_num_batched_tokens": budget, "vocabulary": 500,
         }.items():  # fmt: skip
+            self._text(ENGINE, 0, marks.ENGINE, 0, f"{key}={value}")
+        self.against = against
+        for key, value in (settings or {}).items():
             self._text(ENGINE, 0, marks.ENGINE, 0, f"{key}={value}")
         if embedding == "fused":
             self._text(DEVICE, 0, marks.ENGINE, 0, "embedding=fused")
@@ -188,7 +191,7 @@ class Script:
             queues = [q for q in queues if q]
 
     def assembler(self) -> Assembler:
-        made = Assembler(lambda pid: pid not in self.dead)
+        made = Assembler(lambda pid: pid not in self.dead, self.against)
         made.anchors[API] = (0, 1_700_000_000 * 10**9)
         return made
 

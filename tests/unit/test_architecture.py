@@ -45,6 +45,7 @@ NOT_IN_ENGINES = (
     "stagetrace.doctor",
     "stagetrace.export",
     "stagetrace.exporting",
+    "stagetrace.floor",
     "stagetrace.gpu",
     "stagetrace.loadgen",
     "stagetrace.metrics",

@@ -21,10 +21,13 @@ from stagetrace.floor import (
     Row,
     Work,
     decode_pass,
+    embedding,
     find_device,
     floor_of,
+    lm_head,
     model_of,
     prefill,
+    sample,
 )
 from stagetrace.floor.rows import document_pass_bytes
 from stagetrace.floor.work import attended, logits_bytes
@@ -282,6 +285,18 @@ def test_chunks_of_a_prompt_do_its_work(name: str, first: int, rest: list[int]) 
     whole = prefill(shape, done)
     assert total.flop == pytest.approx(whole.flop)
     assert total.bytes >= whole.bytes + len(rest) * shape.layer_bytes - 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(names, st.integers(1, 50_000), st.integers(1, 8), st.integers(0, 600), st.integers(1, 64))
+def test_a_decode_pass_is_the_sum_of_its_parts(name: str, context: int, tokens: int, mates: int, batch: int) -> None:
+    """It is a prefill of its tokens behind its context, but for latent attention, with the embedding and the ends."""
+    shape, tokens = SHAPES[name], min(tokens, context)
+    parts = prefill(shape, tokens, context - tokens, mates) + embedding(shape, tokens + mates)
+    parts += lm_head(shape, batch) + sample(shape, batch)
+    found, latent = decode_pass(shape, context, tokens, mates, batch), name.startswith("deepseek")
+    assert found.bytes == pytest.approx(parts.bytes) and found.narrow == parts.narrow
+    assert found.wide == pytest.approx(parts.wide) or (latent and found.wide > parts.wide)
 
 
 @settings(deadline=None, max_examples=60)

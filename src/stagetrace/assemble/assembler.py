@@ -10,6 +10,7 @@ from ..marks import Mark, TextMark
 from ..model import RequestRecord, StepRecord
 from .book import Book, Root, Sequence
 from .case import CUT_SHORT, Case, own
+from .floors import Floors
 from .identity import name_of
 from .periods import Periods
 from .record import record
@@ -30,10 +31,14 @@ SAMPLE_NS = 2_000_000_000
 
 
 class Assembler:
-    """Feed it marks; ask it for what is finished. ``alive`` says whether a process can still write."""
+    """Feed it marks; ask it for what is finished. ``alive`` says whether a process can still write.
 
-    def __init__(self, alive: Callable[[int], bool]) -> None:
+    ``against`` names the device that stages are held against, where it is not to be the one a worker reports.
+    """
+
+    def __init__(self, alive: Callable[[int], bool], against: str | None = None) -> None:
         self.book = Book()
+        self.floors = Floors(self.book, against)
         self.periods = Periods(self.book)
         #: (monotonic, unix) of each process, for wall time.
         self.anchors: dict[int, tuple[int, int]] = {}
@@ -89,7 +94,7 @@ class Assembler:
         """One record per sequence of ``root``; one for the call itself if it never became a sequence."""
         cases = [Case.of(self.book, self.periods, root, sequence, dead) for sequence in root.sequences or (None,)]
         anchor = self.anchors.get(root.pid, (0, 0))
-        made = [record(case, anchor, self._alive) for case in cases]
+        made = [record(case, anchor, self._alive, self.floors) for case in cases]
         if self.gpu:
             for each, case in zip(made, cases, strict=True):
                 self.gpu.put(each, root.started, case.sequence)

@@ -11,6 +11,7 @@ from ..stats import inter_token, spread
 from .book import Root
 from .case import Case
 from .ending import Alive, error_of, extent_ms, settle, status_of
+from .floors import Floors
 from .identity import caller_of, name_of
 from .stopwatch import stages
 from .tokens import deliveries, lag_growth_ms
@@ -23,7 +24,7 @@ _GAP_NAMES = {
 }  # fmt: skip
 
 
-def record(case: Case, anchor: tuple[int, int], alive: Alive) -> RequestRecord:
+def record(case: Case, anchor: tuple[int, int], alive: Alive, floors: Floors) -> RequestRecord:
     """Build the record of one sequence (or of a call that never became one).
 
     ``anchor`` is the (monotonic, unix) pair of the call's process.
@@ -64,6 +65,7 @@ def record(case: Case, anchor: tuple[int, int], alive: Alive) -> RequestRecord:
         lag = lag_growth_ms([token.lag for token in tokens]) if case.ttft_kind == "streamed" else None
         worst = worst_steps(case, tokens)
         decode.attributes |= {"itl_ms": dict(made.itl_ms), "emit_lag_ms": lag, "worst_steps": worst}
+    floors.add(case, rows)
     _attribute(made)
     return made
 

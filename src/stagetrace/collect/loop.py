@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import time
 from collections import Counter
@@ -13,7 +14,9 @@ from pathlib import Path
 
 from .. import session
 from ..assemble import Assembler
+from ..assemble.floors import config_of
 from ..exporting import Health, Sink
+from ..floor.engine import ENV as GPU_ENV
 from ..gpu.watch import Watch
 from ..model import GpuSample, RequestRecord, RunRecord
 from ..rings import Ring, open_ring
@@ -39,7 +42,7 @@ class Collector:
         self.health = health or Health()
         #: None where this is no process of its own: engines' processes ask no driver.
         self.gpu = gpu
-        self.assembler = Assembler(self._alive)
+        self.assembler = Assembler(self._alive, os.environ.get(GPU_ENV))
         self.rings: dict[str, Ring] = {}
         self.requests = 0
         #: The store among the sinks, if there is one: it knows whether what it was given is kept.
@@ -222,7 +225,8 @@ class Collector:
         if settings == self._settings or not (settings or needed):
             return
         self._settings = dict(settings)
-        config = {key: int(v) if _NUMBER.fullmatch(v) else v for key, v in settings.items()}
+        config = {key: int(v) if _NUMBER.fullmatch(v) else v for key, v in config_of(settings).items()}
+        config |= self.assembler.floors.facts()
         engine, version = config.pop("engine", None), config.pop("engine_version", None)
         run = RunRecord(
             session=self.directory.name,

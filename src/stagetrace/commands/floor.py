@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..floor import Device, Model
 
 Config = Annotated[Path, typer.Option("--model", metavar="CONFIG", help="A config.json, or the directory with it.")]
-Gpu = Annotated[str, typer.Option(metavar="NAME", help="A device of docs/floor.md, such as H100 or `reference`.")]
+Gpu = Annotated[str, typer.Option(metavar="NAME", help="A device, such as H100, or `reference`.")]
 Prompt = Annotated[int, typer.Option(metavar="N", min=1, max=100_000_000, help="Prompt tokens.")]
 Output = Annotated[int, typer.Option(metavar="N", min=1, max=200_000, help="Output tokens.")]
 Cached = Annotated[int, typer.Option(metavar="N", min=0, help="Prompt tokens that the prefix cache has.")]

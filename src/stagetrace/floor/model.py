@@ -51,7 +51,7 @@ class Model:
     precision: Precision
     experts: tuple[int, int] | None = None
 
-    @property
+    @cached_property
     def embedding_weights(self) -> int:
         """One row a word."""
         return self.vocabulary * self.hidden
@@ -86,12 +86,12 @@ class Model:
         """What a pass reads that needs every expert."""
         return sum(group.total * self._bits(group) for group in self.groups) / 8
 
-    @property
+    @cached_property
     def head_bytes(self) -> float:
         """The head, which may be the embedding read in full."""
         return self.embedding_weights * self._head_bits / 8
 
-    @property
+    @cached_property
     def row_bytes(self) -> float:
         """One row of the embedding."""
         return self.hidden * self.precision.plain_bits / 8
@@ -106,7 +106,17 @@ class Model:
         """The others: 16 bits, or 32."""
         return sum(g.active for g in self.groups if g.matrix and g.part in self._plain)
 
-    @property
+    @cached_property
+    def pass_bytes(self) -> float:
+        """The weights of layers and head, which a decode pass reads once."""
+        return self.layer_bytes + self.head_bytes
+
+    @cached_property
+    def read_flop(self) -> int:
+        """What a layer of a decode pass computes for one (query, key) pair."""
+        return 2 * self.attention.heads * (self.attention.read_score + self.attention.read_value)
+
+    @cached_property
     def cache_bytes(self) -> float:
         """What one token adds to the KV cache in one layer."""
         return self.attention.cached * self.precision.cache_bits / 8

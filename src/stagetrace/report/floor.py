@@ -12,7 +12,7 @@ from ..floor import Device, Floor, Model, Rates, Request, Row
 from ..floor.devices import REFERENCE
 from ..floor.rows import document_pass_bytes
 from ..floor.work import logits_bytes
-from .stopwatch import REFERENCE_MS, REFERENCE_TTFT_MS
+from .stopwatch import REFERENCE_MS, REFERENCE_TTFT_MS, figure
 
 GIB = 1 << 30
 
@@ -24,8 +24,8 @@ def floor_view(found: Floor, model: Model, device: Device, request: Request, gpu
         table.add_column(name, justify="left" if name in ("stage", "bound by") else "right", overflow="fold")
     for row in found.rows:
         table.add_row(*_cells(row))
-    table.add_row("", "TTFT", "", "", _ms(found.ttft_ms), "")
-    table.add_row("", "total", "", "", _ms(found.total_ms), "")
+    table.add_row("", "TTFT", "", "", figure(found.ttft_ms), "")
+    table.add_row("", "total", "", "", figure(found.total_ms), "")
     lines = [*_counts(found, model, request), *_memory(found, model, device, request, gpus)]
     lines += _document(found, model, device, request) if device == REFERENCE else []
     return Group(Text(_title(model, device, request, gpus), style="bold"), table, *map(Text, lines))
@@ -44,7 +44,7 @@ def _title(model: Model, device: Device, r: Request, gpus: int) -> str:
 
 def _cells(row: Row) -> list[str]:
     known = row.floor_ms is not None
-    floor = _ms(row.floor_ms) if row.floor_ms is not None else "—"
+    floor = figure(row.floor_ms) if row.floor_ms is not None else "—"
     return [
         str(row.number), row.key, _flop(row.flop) if known else "—", _size(row.bytes), floor,
         row.bound or "" if known else "host",
@@ -107,7 +107,7 @@ def _document(found: Floor, model: Model, device: Device, r: Request) -> Iterato
     )
     yield (
         f"Its decode reads all weights and no cache. With the embedding, of which a pass needs one row, and the cache: "
-        f"{_ms(whole)} ms for {passes:,} passes. Its {REFERENCE_MS['lm_head']} ms for the head are "
+        f"{figure(whole)} ms for {passes:,} passes. Its {REFERENCE_MS['lm_head']} ms for the head are "
         f"{(head.floor_ms or 0.0) / REFERENCE_MS['lm_head']:.1f} times too fast for its own bandwidth."
     )
     yield (
@@ -137,7 +137,3 @@ def _scaled(value: float | None, figures: int) -> str:
     whole = len(str(int(size)))
     text = f"{size:,.{max(figures - whole, 0)}f}" if prefix else f"{size:g}"
     return f"{text} {prefix}".rstrip()
-
-
-def _ms(value: float) -> str:
-    return f"{value:,.1f}" if value >= 100 else f"{value:,.2f}" if value >= 10 else f"{value:.3g}"

@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from ..model import RequestRecord, StageRecord
-from ..stages import BY_KEY
+from ..stages import BY_KEY, FLOOR
 
 #: The reference request by stage: 2,000 prompt tokens, 300 output tokens, an idle server with an 8B model, 1,883 ms.
 REFERENCE_MS = {
@@ -24,7 +24,7 @@ REFERENCE_TTFT_MS = 89.0
 WIDE = 140
 _BAR = 24
 _INDENT = 4
-_ASCII = str.maketrans({"█": "#", "…": "~", "→": ">", "—": "-"})
+_ASCII = str.maketrans({"█": "#", "…": "~", "→": ">", "—": "-", "×": "x"})
 
 
 def reference_shares(kind: str) -> dict[str, float]:
@@ -70,6 +70,7 @@ class Stopwatch:
         rows = [self._cells(row) for row in self.record.stages]
         header = ["#", "stage", "start (ms)", "time (ms)", "share (%)"]
         header += ["ref (%)"] if self.reference else []
+        header += ["× floor"] if self._floors else []
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         bar = min(_BAR, max(width - sum(widths) - 2 * len(widths), 0))
         yield Text(_aligned(header, widths), style="bold")
@@ -90,7 +91,15 @@ class Stopwatch:
         ]  # fmt: skip
         if self.reference:
             cells.append(f"{self.reference[row.key]:.1%}"[:-1])
+        if self._floors:
+            over = row.attributes.get("over_floor")
+            cells.append("" if over is None else figure(over))
         return cells
+
+    @property
+    def _floors(self) -> bool:
+        """Whether it is known of any stage how far it is from what the hardware could do."""
+        return any(row.attributes.get("over_floor") is not None for row in self.record.stages)
 
     def _share(self, row: StageRecord) -> float | None:
         whole = self.record.e2e_ms
@@ -133,7 +142,8 @@ def _wrapped(text: Text, width: int, column: int) -> Iterator[Text]:
 
 def facts(row: StageRecord) -> list[str]:
     """A stage's facts in a line, and each breakdown of its time in another; what is unknown is left out."""
-    known = [(key, row.attributes[key]) for key in BY_KEY[row.key].facts if row.attributes.get(key) is not None]
+    names = [key for key in BY_KEY[row.key].facts if key != "over_floor"]  # which has a column of its own
+    known = [(key, row.attributes[key]) for key in names if row.attributes.get(key) is not None]
     plain = " ".join(_fact(key, value) for key, value in known if not isinstance(value, dict | list))
     if row.attributes.get("interrupted"):
         plain = f"interrupted {plain}".rstrip()
@@ -143,7 +153,14 @@ def facts(row: StageRecord) -> list[str]:
 
 
 def _fact(key: str, value: Any) -> str:
-    return f"{key}={value:,.2f}" if isinstance(value, float) else f"{key}={value}"
+    if not isinstance(value, float):
+        return f"{key}={value}"
+    return f"{key}={figure(value)}" if key in FLOOR else f"{key}={value:,.2f}"
+
+
+def figure(value: float) -> str:
+    """A figure of any size: three digits at least."""
+    return f"{value:,.1f}" if value >= 100 else f"{value:,.2f}" if value >= 10 else f"{value:.3g}"
 
 
 def _breakdown(key: str, value: dict[str, float | None]) -> str:

@@ -318,7 +318,7 @@ def test_nothing_is_loaded_before_there_is_an_engine_and_a_card(monkeypatch: pyt
 
 def test_a_worker_that_cannot_name_its_card_is_said_once() -> None:
     said: list[str] = []
-    script = Script(device_async=True).run(Ask())
+    script = Script(device="launches").run(Ask())
     assembler = script.assembler()
     for mark, pid in script.read():
         assembler.take(mark, pid)

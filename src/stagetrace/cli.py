@@ -153,6 +153,8 @@ app.command()(commands.numbers)
 app.command()(commands.load)
 app.command()(commands.doctor)
 app.command()(commands.floor)
+app.command()(commands.baseline)
+app.command(cls=commands.GateCommand)(commands.gate)
 
 
 @app.command()

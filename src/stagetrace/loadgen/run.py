@@ -73,11 +73,16 @@ class Load:
     headers: dict[str, str]
     outcome: Outcome
     tick: Tick
-    #: In every request id: ids of two loads must not meet in one store.
-    name: str = field(default_factory=lambda: f"load-{secrets.token_hex(4)}")
+    #: In every request id, with how it is driven: ids of two loads must not meet in one store.
+    name: str = field(init=False)
     texts: Texts = field(init=False)
     _stopped: bool = False
     _began: int = 0
+
+    def __post_init__(self) -> None:
+        rate = self.settings.rate
+        driven = f"c{self.settings.concurrency or 1}" if rate is None else f"r{rate:g}"
+        self.name = f"load-{driven}-{secrets.token_hex(4)}"
 
     async def run(self, prompt: Mix, output: Mix) -> None:
         """Calibrate, warm up, and send it all."""

@@ -1,0 +1,160 @@
+"""``stagetrace gate``: is this server slower than that one, and in which stage?"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from ..faults import Fault
+
+if TYPE_CHECKING:
+    from ..gate.compare import Report
+
+INTERNAL = 70
+CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}
+POLICIES = {"": 3, "pass": 0, "fail": 1}
+#: Options that take all the words up to the next option.
+SEVERAL = ("--baseline", "--current")
+
+Files = list[Path]
+Baseline = Annotated[Files, typer.Option(metavar="FILE...", help="BASE.json, or stores of the runs to compare with.")]
+Current = Annotated[Files, typer.Option(metavar="FILE...", help="Stores of the runs to judge.")]
+Config = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Budgets and effects; .stagetrace.toml if there is one.")
+]
+Budgets = Annotated[list[str], typer.Option("--budget", metavar="'ttft_p95 <= 200ms'", help="One more budget.")]
+Allow = Annotated[list[str], typer.Option(metavar="FIELD", help="Compare although this differs, such as max_num_seqs.")]
+Policy = Annotated[str, typer.Option("--inconclusive", metavar="pass|fail", help="Exit 0 or 1 instead of 3.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Which stage carried the change, and which requests show it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+Junit = Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML there, too.")]
+Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Append a summary in Markdown there.")]
+
+
+class GateCommand(TyperCommand):
+    """Lets an option be followed by several files, as a shell's pattern gives them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the option before each of its words."""
+        return super().parse_args(ctx, spread(args))
+
+
+def spread(arguments: list[str]) -> list[str]:
+    """``--current a b`` → ``--current a --current b``."""
+    out: list[str] = []
+    several = ""
+    for word in arguments:
+        if word.startswith("-"):
+            several = word if word in SEVERAL else ""
+            out += [] if several else [word]
+        else:
+            out += [several, word] if several else [word]
+    # An option without a word is for the parser to refuse.
+    return out + ([several] if several and arguments[-1] == several else [])
+
+
+def gate(
+    baseline: Baseline = (),  # type: ignore[assignment]
+    current: Current = (),  # type: ignore[assignment]
+    config: Config = None,
+    budget: Budgets = (),  # type: ignore[assignment]
+    allow: Allow = (),  # type: ignore[assignment]
+    inconclusive: Policy = "",
+    explain: Explain = False,
+    as_json: AsJson = False,
+    junit: Junit = None,
+    markdown: Markdown = None,
+) -> None:
+    """Compare runs, stage by stage, and say PASS, FAIL or INCONCLUSIVE.
+
+    Exit code: 0 nothing is slower · 1 a stage is surely slower, or a budget broken · 2 unusable input · 3 inconclusive,
+    which says how many runs would decide · 70 an internal error. Faster never fails.
+    """
+    if inconclusive not in POLICIES:
+        raise Fault(f"--inconclusive {inconclusive}: pass or fail")
+
+    def judge() -> Report:
+        if not baseline or not current:
+            raise Fault("gate: name --baseline FILE... and --current FILE...")
+        return _compared(list(baseline), list(current), config, list(budget), list(allow))
+
+    def told() -> int:
+        report = judge()
+        code = POLICIES[inconclusive] if report.verdict == "INCONCLUSIVE" else CODES[report.verdict]
+        _written(report, code, junit, markdown)
+        _shown(report, code, explain, as_json)
+        return code
+
+    raise typer.Exit(guarded(told))
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """What ``work`` returns; 70 where it fails by a fault of ours, for 1 means that somebody's server is slower."""
+    from ..store import StoreError
+
+    try:
+        return work()
+    except (Fault, StoreError):
+        raise
+    except Exception:
+        traceback.print_exc()
+        print("stagetrace: gate: an internal error, no verdict", file=sys.stderr)
+        return INTERNAL
+
+
+def _compared(baseline: Files, current: Files, config: Path | None, budgets: list[str], allow: list[str]) -> Report:
+    from dataclasses import replace
+
+    try:
+        from ..gate.compare import compare
+    except ImportError as error:
+        raise Fault(f"gate: {error}; install what it needs: pip install 'stagetrace[gate]'") from None
+    from ..gate.baseline import read_runs
+    from ..gate.match import match
+    from ..gate.settings import parse_budget, read_wishes
+
+    wishes = read_wishes(config)
+    wishes = replace(wishes, budgets=(*wishes.budgets, *map(parse_budget, budgets)))
+    sides = [[run for file in files for run in read_runs(file)] for files in (baseline, current)]
+    return compare(match(sides[0], sides[1], (*wishes.allow, *allow)), wishes)
+
+
+def _written(report: Report, code: int, junit: Path | None, markdown: Path | None) -> None:
+    from ..gate import output
+
+    for path, mode, text in (
+        (junit, "w", output.junit(report, fatal=code != 0)), (markdown, "a", output.markdown(report))
+    ):  # fmt: skip
+        if path is not None:
+            try:
+                with open(path, mode, encoding="utf-8") as file:
+                    file.write(text)
+            except OSError as error:
+                raise Fault(f"{path}: {error.strerror}") from None
+
+
+def _shown(report: Report, code: int, explain: bool, as_json: bool) -> None:
+    """Print; a reader who has seen enough does not change the verdict."""
+    from rich.console import Console
+
+    from ..gate.output import document
+    from ..report.gate import gate_view
+
+    try:
+        if as_json:
+            typer.echo(json.dumps(document(report, code), allow_nan=False))
+        else:
+            Console().print(gate_view(report, explain), highlight=False, soft_wrap=True)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

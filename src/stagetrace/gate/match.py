@@ -1,0 +1,113 @@
+"""Are two sides comparable? And if so: the same prompts of all runs in the same columns."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..faults import Fault
+from .estimate import Array
+from .measures import BY_KEY, MEASURES
+from .runs import Run
+
+#: Fields that are results in part: different only if further apart than this share.
+_LOOSE = {"kv_blocks": 0.10, "output_tokens": 0.05, "cached_tokens": 0.05}
+#: Named where they differ, and never refused: an upgrade is what a gate is for.
+_NAMED_ONLY = ("engine_version",)
+#: What two servers under test may differ in on purpose: all but what is asked of them, and of which model and card.
+ALWAYS_EQUAL = (
+    "model", "device", "gpu", "concurrency", "request_rate", "prompt_mix", "output_tokens", "cached_tokens",
+)  # fmt: skip
+#: Of all prompts, so many must be in every run.
+_COMMON = 0.8
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Two sides that may be compared. ``differ``: in words, what they do not have in common."""
+
+    baseline: Sequence[Run]
+    current: Sequence[Run]
+    differ: list[str] = field(default_factory=list)
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs, the baseline's first."""
+        return [*self.baseline, *self.current]
+
+
+def match(
+    baseline: Sequence[Run], current: Sequence[Run], allow: Collection[str] = (), *, settings: bool = True
+) -> Sides:
+    """Check that only the servers' speed can differ; Fault, naming the field, if not.
+
+    ``settings`` False: the servers' own settings differ on purpose.
+    """
+    known = baseline[0].fingerprint.keys() | current[0].fingerprint.keys()
+    strange = sorted(set(allow) - known)
+    if strange:
+        raise Fault(f"--allow {strange[0]}: no such field; there are: {', '.join(sorted(known))}")
+    for side in (baseline, current):
+        for run in side[1:]:
+            fields = [name for name in _differ(side[0], run) if name not in allow]
+            if fields:
+                raise Fault(f"{run.name}: {_said(fields[0], side[0], run)} of {side[0].name}, on the same side")
+    fields = _differ(baseline[0], current[0])
+    refused = [
+        name for name in fields
+        if name not in (*allow, *_NAMED_ONLY) and (settings or name in ALWAYS_EQUAL)
+    ]  # fmt: skip
+    if refused:
+        named = "; ".join(_said(name, baseline[0], current[0]) for name in refused)
+        raise Fault(f"not comparable: {named} of the baseline (--allow {refused[0]} to compare all the same)")
+    sides = Sides(baseline, current, [_said(name, baseline[0], current[0]) for name in fields])
+    _stages_missing(sides)
+    return sides
+
+
+def _differ(one: Run, other: Run) -> list[str]:
+    names = sorted(one.fingerprint.keys() | other.fingerprint.keys())
+    return [name for name in names if not _same(name, one.fingerprint.get(name), other.fingerprint.get(name))]
+
+
+def _same(name: str, one: object, other: object) -> bool:
+    if name in _LOOSE and isinstance(one, int | float) and isinstance(other, int | float):
+        return abs(one - other) <= _LOOSE[name] * max(abs(one), abs(other), 1)
+    return one == other
+
+
+def _said(name: str, one: Run, other: Run) -> str:
+    return f"{name} {_value(other.fingerprint.get(name))} against {_value(one.fingerprint.get(name))}"
+
+
+def _value(value: object) -> str:
+    return "unknown" if value is None else str(value)
+
+
+def _stages_missing(sides: Sides) -> None:
+    """A stage that one run has and another has not is no stage to be silent about."""
+    for run in sides.runs:
+        for other in sides.runs:
+            for stage, state in run.without.items():
+                if stage not in other.without:
+                    raise Fault(f"{run.name}: stage {stage} has no time ({state}), but has one in {other.name}")
+
+
+def columns(sides: Sides) -> dict[str, tuple[list[str], Array]]:
+    """Measure → its prompts and their times in ms, runs × prompts: those that every run has."""
+    runs = sides.runs
+    every = set().union(*(run.requests for run in runs))
+    common = sorted(set(every).intersection(*(run.requests for run in runs)))
+    if len(common) < _COMMON * len(every) or len(common) < 2:
+        raise Fault(f"only {len(common)} of {len(every)} prompts are in every run; send the same load to all of them")
+    found = {}
+    for measure in MEASURES:
+        keys = [key for key in common if all(measure.key in run.requests[key].ms for run in runs)]
+        some = [key for key in common if any(measure.key in run.requests[key].ms for run in runs)]
+        if len(keys) < _COMMON * len(some):
+            raise Fault(f"{BY_KEY[measure.key].title}: known of {len(keys)} of {len(some)} prompts in every run")
+        if len(keys) >= 2:
+            found[measure.key] = (keys, np.array([[run.requests[k].ms[measure.key] for k in keys] for run in runs]))
+    return found

@@ -1,0 +1,111 @@
+"""A comparison on a terminal: the verdict, a table, and with ``--explain`` what carried the change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..gate.compare import Report, Row
+from ..gate.decide import BETA, FAIL, FALSE_ALARMS, INCONCLUSIVE, PASS
+from ..gate.measures import BY_KEY
+from ..gate.output import budget_words, headline
+
+_STYLES = {PASS: "green", FAIL: "bold red", INCONCLUSIVE: "yellow"}
+
+
+def gate_view(report: Report, explain: bool) -> RenderableType:
+    """All of it; the verdict comes last, where a person looks first."""
+    parts: list[RenderableType] = [Text(line) for line in _context(report)]
+    parts += [_table(report), *(Text(line) for line in _asides(report))]
+    if explain:
+        parts += [Text(""), *_explained(report)]
+    verdict = Text(headline(report))
+    verdict.stylize(_STYLES[report.verdict], 0, len(report.verdict))
+    return Group(*parts, Text(""), verdict)
+
+
+def _context(report: Report) -> Iterator[str]:
+    known = report.sides.current[0].fingerprint
+    runs = f"{report.runs[0]} against {report.runs[1]} runs"
+    driven = (
+        f"concurrency {known['concurrency']}" if known.get("concurrency") else f"{known.get('request_rate')} requests/s"
+    )
+    caching = {"1": "on", "0": "off"}.get(str(known.get("prefix_caching")), "unknown")
+    yield (
+        f"{known.get('engine') or 'engine unknown'} {known.get('engine_version') or ''}, model {known.get('model')}, "
+        f"GPU {known.get('gpu') or 'none seen'}, {driven}, prefix caching {caching}, {known.get('prompt_mix')}, "
+        f"{known.get('output_tokens')} output tokens; means over requests, {runs}"
+    )
+    for line in report.sides.differ:
+        yield f"differs: {line}"
+
+
+def _table(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in (
+        "",
+        "verdict",
+        "baseline (ms)",
+        "change (%)",
+        "at most (%)",
+        "change (ms)",
+        "noise (%)",
+        "caught from (%)",
+    ):
+        table.add_column(name, justify="left" if name in ("", "verdict") else "right", no_wrap=True)
+    for row in report.rows:
+        found, least = row.judged.estimate, row.outcome.detectable
+        indent = "  " if row.measure.of else ""
+        table.add_row(
+            f"{indent}{row.measure.title}",
+            Text(row.outcome.verdict, style=_STYLES[row.outcome.verdict]),
+            f"{row.judged.base_ms:,.2f}", f"{row.change * 100:+.1f}", _percent(found.upper(BETA)),
+            f"{row.change_ms:+,.2f}", "—" if found.noise is None else f"{found.noise * 100:.1f}",
+            "—" if least is None else _percent(least),
+        )  # fmt: skip
+    return table
+
+
+def _percent(log: float) -> str:
+    value = math.expm1(min(log, 700.0)) * 100
+    return f"{value:+.1f}" if value < 1000 else "—"
+
+
+def _asides(report: Report) -> Iterator[str]:
+    for row in report.budgets:
+        yield f"budget {budget_words(row)}: {row.verdict}"
+    if report.unjudged:
+        yield "not judged: " + ", ".join(f"{key} ({state})" for key, state in report.unjudged.items())
+    yield (
+        f"noise: how far runs vary; caught from: what would be found in 19 of 20 tries; at most {FALSE_ALARMS:.0%} of "
+        "unchanged comparisons fail"
+    )
+
+
+def _explained(report: Report) -> Iterator[RenderableType]:
+    if report.culprit is None:
+        yield Text("Nothing is surely slower; the largest changes (ms):", style="bold")
+    else:
+        yield Text(f"What carried the change: {report.culprit.measure.title}", style="bold")
+    parts = [row for row in report.rows if row.measure.of is not None]
+    for row in sorted(parts, key=lambda row: -abs(row.change_ms))[:5]:
+        yield Text(f"  {row.measure.key:<14} {row.change_ms:+9.2f} ms{_of_timer(row, report)}  {row.outcome.verdict}")
+    if report.shown:
+        yield Text("The requests that show it best (`stagetrace stages FILE --request ID`):", style="bold")
+    for shown in report.shown:
+        yield Text(
+            f"  {shown.before_ms:,.2f} → {shown.after_ms:,.2f} ms, {shown.prompt_tokens:,} prompt tokens: "
+            f"{shown.id or shown.prompt} in {shown.run}"
+        )
+
+
+def _of_timer(row: Row, report: Report) -> str:
+    """What part of its timer's change it is, where there is one to speak of."""
+    timer = next((each for each in report.rows if each.measure.key == row.measure.of), None)
+    if timer is None or timer.outcome.verdict != FAIL or timer.change_ms <= 0:
+        return ""
+    return f" of {timer.change_ms:+.2f} ms {BY_KEY[row.measure.of or ''].title}"

@@ -1,0 +1,391 @@
+"""`stagetrace baseline` and `stagetrace gate`: files in, one verdict and one exit code out."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from stagetrace.commands.gate import spread
+from stagetrace.faults import Fault
+from stagetrace.gate.baseline import SCHEMA, read_runs, render, write_baseline
+from stagetrace.gate.compare import compare
+from stagetrace.gate.decide import FAIL, INCONCLUSIVE, PASS, Effect
+from stagetrace.gate.match import Sides, match
+from stagetrace.gate.runs import Run
+from stagetrace.gate.settings import Wishes, parse_budget, parse_effect, read_wishes
+from stagetrace.model import RunRecord
+from stagetrace.stages import STAGES
+from stagetrace.store import StoreWriter
+from tests.unit.simulated import Noise, runs_of
+from tests.unit.stored import request
+from tests.unit.test_cli import Cli
+
+QUIET = Noise(0.008, 0.01, 0.02)
+CONFIG = {"max_num_seqs": 8, "prefix_caching": 1, "device": "cpu", "kv_blocks": 100}
+
+
+@pytest.fixture
+def stagetrace(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return Cli(monkeypatch, capfd)
+
+
+def store(path: Path, run: Run, config: Mapping[str, Any] = CONFIG, model: str = "tiny", driven: str = "c1") -> Path:
+    """The run as `stagetrace run` and `stagetrace load` would have left it, warm-up included."""
+    name = path.stem.encode().hex()[-8:].rjust(8, "0")
+    records = [request(10**6, external_id=f"load-{driven}-{name}-warm1", start_unix_ns=run.started_unix_ns - 1)]
+    for number, (key, each) in enumerate(run.requests.items()):
+        ms = each.ms
+        record = request(
+            number, request_id=f"{path.stem}-{key}", external_id=f"load-{driven}-{name}-{key}", model=model,
+            prompt_tokens=each.prompt_tokens, output_tokens=3, start_unix_ns=run.started_unix_ns + number * 10**9,
+            e2e_ms=ms["e2e_ms"], ttft_ms=ms["ttft_ms"], queue_ms=ms["queue_ms"], prefill_ms=ms["prefill_ms"],
+            unattributed_ms=ms["unattributed"], token_times_ms=[ms["itl_ms"] * n for n in range(3)],
+        )  # fmt: skip
+        for stage in record.stages:
+            stage.duration_ms = ms[stage.key]
+        records.append(record)
+    with StoreWriter(path) as writer:
+        writer.write_run(RunRecord("session", "paper", "1.0", model, dict(config), run.started_unix_ns))
+        writer.write_requests(records)
+    return path
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Callable[..., tuple[list[str], list[str]]]:
+    """Files of both sides: five runs each."""
+
+    def make(slower: Mapping[str, float] | None = None, noise: Noise = QUIET, runs: int = 5, **current: Any) -> Any:
+        sides = runs_of(7, runs, noise, slower or {}, prompts=12)
+        return [
+            [
+                str(store(tmp_path / f"{side}{n}.db", run, **(current if side == "b" else {})))
+                for n, run in enumerate(of)
+            ]
+            for side, of in zip("ab", sides, strict=True)
+        ]
+
+    return make
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def test_nothing_changed(stagetrace: Cli, stores: Callable[..., Any]) -> None:
+    before, after = stores()
+    code, out, err = stagetrace("gate", "--baseline", *before, "--current", *after)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].startswith("PASS: ")
+    for fact in ("concurrency 1", "prefix caching on", "model tiny", "5 against 5 runs"):
+        assert fact in out
+
+
+def test_a_slower_stage_is_named(stagetrace: Cli, stores: Callable[..., Any], tmp_path: Path) -> None:
+    before, after = stores({"prefill": 0.25, "prefill_ms": 0.25, "ttft_ms": 0.17})
+    base = str(tmp_path / "base.json")
+    code, out, err = stagetrace("baseline", *before, "-o", base)
+    assert (code, out) == (0, "") and "5 runs with 60 requests" in err
+    code, out, _ = stagetrace("gate", "--baseline", base, "--current", *after, "--explain")
+    assert code == 1
+    assert out.splitlines()[-1].startswith("FAIL: prefill is 2")
+    assert "What carried the change: prefill" in out and "b0-0000" in out
+
+    code, out, _ = stagetrace("gate", "--baseline", base, "--current", *after, "--json")
+    found = json.loads(out)
+    assert (code, found["exit_code"], found["verdict"], found["stage"]) == (1, 1, "FAIL", "prefill")
+    rows = {row["key"]: row for row in found["measures"]}
+    assert rows["prefill"]["change"] == pytest.approx(0.25, abs=0.03)
+    assert rows["prefill"]["change_ms"] == pytest.approx(0.25 * rows["prefill"]["baseline_ms"], rel=0.2)
+    assert rows["decode"]["verdict"] == "PASS" and rows["decode"]["part_of"] == "e2e_ms"
+    assert {row["key"] for row in found["measures"]} >= {stage.key for stage in STAGES}
+    assert found["requests"][0]["request_id"].startswith("b")
+
+    # The other way round it is faster, and faster never fails.
+    code, out, _ = stagetrace("gate", "--baseline", *after, "--current", *before)
+    assert code == 0, out
+
+
+def test_too_noisy_is_inconclusive_and_says_what_would_do(stagetrace: Cli, stores: Callable[..., Any]) -> None:
+    before, after = stores(noise=Noise(0.10, 0.0, 0.02))
+    files = ("gate", "--baseline", *before, "--current", *after)
+    code, out, _ = stagetrace(*files)
+    last = out.splitlines()[-1]
+    assert code == 3 and last.startswith("INCONCLUSIVE: 5 runs a side cannot tell for ")
+    assert "runs a side would decide" in last and "would have been caught" in last
+    assert stagetrace(*files, "--inconclusive", "pass")[0] == 0
+    assert stagetrace(*files, "--inconclusive", "fail")[0] == 1
+    assert "--inconclusive maybe" in stagetrace.refused(*files, "--inconclusive", "maybe")
+
+
+def test_one_run_a_side_is_inconclusive(stagetrace: Cli, stores: Callable[..., Any]) -> None:
+    before, after = stores({"prefill": 3.0}, runs=1)
+    code, out, _ = stagetrace("gate", "--baseline", *before, "--current", *after)
+    assert code == 3 and "5 runs a side would decide" in out
+
+
+def test_reports_for_machines(stagetrace: Cli, stores: Callable[..., Any], tmp_path: Path) -> None:
+    before, after = stores({"decode": 0.3, "e2e_ms": 0.27})
+    junit, summary = tmp_path / "gate.xml", tmp_path / "summary.md"
+    summary.write_text("before\n")
+    written = ("--junit", str(junit), "--markdown", str(summary), "--budget", "e2e_p50 <= 1ms")
+    assert stagetrace("gate", "--baseline", *before, "--current", *after, *written)[0] == 1
+    suite = ElementTree.parse(junit).getroot()
+    cases = {case.get("name"): case for case in suite}
+    assert cases["decode"].find("failure") is not None and cases["tokenize"].find("failure") is None
+    assert cases["e2e_p50 <= 1ms"].find("failure") is not None
+    assert suite.get("failures") == str(sum(case.find("failure") is not None for case in suite))
+    text = summary.read_text()
+    assert text.startswith("before\n### stagetrace gate: ❌ FAIL") and "| decode | **FAIL** |" in text
+    assert "e2e_p50 &lt;= 1ms" in text
+
+
+# ---------------------------------------------------------------- what cannot be compared: exit 2, one line
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"config": {**CONFIG, "max_num_seqs": 16}}, "max_num_seqs 16 against 8"),
+        ({"config": {**CONFIG, "prefix_caching": 0}}, "prefix_caching 0 against 1"),
+        ({"config": {**CONFIG, "gpu": "H200"}}, "gpu H200 against unknown"),
+        ({"config": {**CONFIG, "kv_blocks": 50}}, "kv_blocks 50 against 100"),
+        ({"model": "large"}, "model large against tiny"),
+        ({"driven": "c8"}, "concurrency 8 against 1"),
+        ({"driven": "r4"}, "request_rate 4.0 against unknown"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_differs_is_named(
+    changed: dict[str, Any], named: str, stagetrace: Cli, stores: Callable[..., Any]
+) -> None:
+    before, after = stores(**changed)
+    files = ("gate", "--baseline", *before, "--current", *after)
+    assert named in stagetrace.refused(*files)
+    field = named.partition(" ")[0]
+    if field != "request_rate":  # then concurrency differs, too
+        code, out, _ = stagetrace(*files, "--allow", field)
+        assert code == 0 and f"differs: {named}" in out
+    assert "there are: " in stagetrace.refused(*files, "--allow", "colour")
+
+
+def test_an_upgrade_is_named_and_compared() -> None:
+    before, after = runs_of(3, 5, QUIET)
+    newer = [replace(run, fingerprint={**run.fingerprint, "engine_version": "2"}) for run in after]
+    assert match(before, newer).differ == ["engine_version 2 against 1"]
+
+
+def test_servers_may_differ_on_purpose_but_not_in_their_load() -> None:
+    before, after = runs_of(3, 5, QUIET)
+    other = [replace(run, fingerprint={**run.fingerprint, "max_num_seqs": 1}) for run in after]
+    assert match(before, other, settings=False).differ == ["max_num_seqs 1 against 8"]
+    warm = [replace(run, fingerprint={**run.fingerprint, "cached_tokens": 80.0}) for run in after]
+    with pytest.raises(Fault, match=r"cached_tokens 80.0 against 0.0"):
+        match(before, warm, settings=False)
+    with pytest.raises(Fault, match=r"run-\d.db: max_num_seqs 1 against 8 .* on the same side"):
+        match([*before[1:], other[0]], after)
+
+
+def test_another_prompt_mix() -> None:
+    before, after = runs_of(3, 5, QUIET)
+    fewer = [replace(run, requests=dict(list(run.requests.items())[:20])) for run in after]
+    with pytest.raises(Fault, match="20 of 50 prompts"):
+        compare(match(before, fewer), Wishes())
+
+
+def test_a_missing_stage() -> None:
+    before, after = runs_of(3, 5, QUIET)
+    blind = [_without(run, "embedding") for run in after]
+    with pytest.raises(Fault, match=r"stage embedding has no time \(not_observable\), but has one in run-0.db"):
+        match(before, blind)
+    report = compare(match([_without(run, "embedding") for run in before], blind), Wishes())
+    assert report.unjudged == {"embedding": "not_observable"} and report.verdict == PASS
+
+
+def _without(run: Run, key: str) -> Run:
+    requests = {
+        name: replace(each, ms={k: ms for k, ms in each.ms.items() if k != key}) for name, each in run.requests.items()
+    }
+    return replace(run, requests=requests, without={key: "not_observable"})
+
+
+def test_files_that_cannot_be_used(stagetrace: Cli, stores: Callable[..., Any], tmp_path: Path) -> None:
+    before, after = stores()
+    base = tmp_path / "base.json"
+    assert stagetrace("baseline", *before, "-o", str(base))[0] == 0
+    whole = base.read_text()
+
+    def said(text: str) -> str:
+        base.write_text(text)
+        return stagetrace.refused("gate", "--baseline", str(base), "--current", *after)
+
+    assert "truncated or damaged JSON" in said(whole[: len(whole) // 2])
+    newer = f'"schema": {SCHEMA + 1}'
+    assert f"baseline of schema {SCHEMA + 1}, this stagetrace reads {SCHEMA}; use a newer" in said(
+        whole.replace(f'"schema": {SCHEMA}', newer)
+    )
+    assert "JSON, but no baseline" in said("{}")
+    assert "not a whole baseline" in said(whole.replace('"fingerprint"', '"finger"'))
+    assert "no requests in it" in said(json.dumps({**json.loads(whole), "runs": []}))
+    assert "No such file" in stagetrace.refused("gate", "--baseline", "gone.db", "--current", *after)
+    (tmp_path / "text.db").write_text("not a store")
+    assert "not a stagetrace store" in stagetrace.refused("gate", "--baseline", "text.db", "--current", *after)
+    with StoreWriter(tmp_path / "empty.db") as writer:
+        writer.write_run(RunRecord("session"))
+    assert "empty.db: no request of a load in it" in stagetrace.refused(
+        "gate", "--baseline", *before, "--current", "empty.db"
+    )
+    assert "a directory" in stagetrace.refused("gate", "--baseline", str(tmp_path), "--current", *after)
+    assert "name --baseline FILE... and --current FILE..." in stagetrace.refused("gate", "--baseline", *before)
+    assert "--junit" in stagetrace.refused("gate", "--baseline", *before, "--current", *after, "--junit")
+    nowhere = str(tmp_path / "no" / "gate.xml")
+    assert "No such file" in stagetrace("gate", "--baseline", *before, "--current", *after, "--junit", nowhere)[2]
+
+
+def test_requests_that_were_not_answered(tmp_path: Path, stores: Callable[..., Any]) -> None:
+    (path, *_), _ = stores()
+    with sqlite3.connect(path) as db:
+        db.execute(
+            "UPDATE requests SET status = 'error' WHERE id IN (SELECT id FROM requests ORDER BY id DESC LIMIT 3)"
+        )
+    with pytest.raises(Fault, match="3 of 12 requests were not answered"):
+        read_runs(Path(path))
+
+
+def test_our_own_fault_is_70(stagetrace: Cli, stores: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = stores()
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("stagetrace.gate.compare.decide", broken)
+    code, out, err = stagetrace("gate", "--baseline", *before, "--current", *after)
+    assert (code, out) == (70, "") and "ZeroDivisionError: ours" in err and "no verdict" in err
+
+
+def test_without_scipy(stagetrace: Cli, stores: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = stores()
+    for name in [name for name in sys.modules if name.startswith("stagetrace.gate.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "scipy.special", None)
+    said = stagetrace.refused("gate", "--baseline", *before, "--current", *after)
+    assert "pip install 'stagetrace[gate]'" in said
+    assert stagetrace("baseline", *before, "-o", "base.json")[0] == 0, "which needs none of it"
+
+
+# ---------------------------------------------------------------- the baseline file
+
+
+def test_a_baseline_is_read_as_it_was_written(tmp_path: Path) -> None:
+    runs, _ = runs_of(3, 2, QUIET, prompts=4)
+    path = tmp_path / "base.json"
+    write_baseline(runs, path)
+    again = read_runs(path)
+    assert render(again) == path.read_text() == render(list(reversed(runs))), "whichever order they came in"
+    for run, read in zip(runs, again, strict=True):
+        assert (read.started_unix_ns, read.fingerprint) == (run.started_unix_ns, run.fingerprint)
+        for key, each in run.requests.items():
+            assert read.requests[key].ms == pytest.approx(dict(each.ms), rel=1e-3)
+    assert "r0-0" not in path.read_text(), "no client's or server's id"
+    assert max(len(line) for line in path.read_text().splitlines()) < 600
+    (tmp_path / "other.json").write_text('{"mine": 1}')
+    with pytest.raises(Fault, match="not overwritten"):
+        write_baseline(runs, tmp_path / "other.json")
+
+
+def test_loads_of_other_clients_are_paired_by_their_lengths(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "a.db") as writer:
+        writer.write_run(RunRecord("session", "paper", "1", "tiny", dict(CONFIG)))
+        writer.write_requests([request(n, external_id=None, prompt_tokens=10 + n % 2) for n in range(6)])
+    (run,) = read_runs(tmp_path / "a.db")
+    assert sorted(run.requests) == [f"{10 + n % 2}+3#000{1 + n // 2}" for n in (0, 2, 4, 1, 3, 5)]
+    assert run.fingerprint["concurrency"] is not None
+
+
+def test_several_loads_in_one_store_are_several_runs(tmp_path: Path) -> None:
+    runs, _ = runs_of(3, 2, QUIET, prompts=3)
+    path = store(tmp_path / "both.db", runs[0])
+    later = [
+        request(100 + n, external_id=f"load-c1-abcdef01-{n:06d}", start_unix_ns=runs[1].started_unix_ns + n)
+        for n in range(3)
+    ]
+    with StoreWriter(path) as writer:
+        writer.write_run(RunRecord("session", "paper", "1.0", "tiny", dict(CONFIG), runs[0].started_unix_ns))
+        writer.write_requests(later)
+    found = read_runs(path)
+    assert [len(run.requests) for run in found] == [3, 3]
+    assert found[1].name.endswith("(abcdef01)")
+
+
+# ---------------------------------------------------------------- wishes
+
+
+def test_budgets() -> None:
+    before, after = runs_of(3, 5, QUIET)
+    sides = Sides(before, after)
+
+    def verdict(text: str) -> str:
+        return compare(sides, Wishes(budgets=(parse_budget(text),))).budgets[0].verdict
+
+    assert verdict("ttft_p95 <= 10s") == PASS
+    assert verdict("ttft_p95 <= 1ms") == FAIL
+    assert compare(sides, Wishes(budgets=(parse_budget("prefill_p50 <= 1us"),))).verdict == FAIL
+    few = Sides(before[:1], after[:1])
+    assert compare(few, Wishes(budgets=(parse_budget("itl_p99 <= 1us"),))).budgets[0].verdict == INCONCLUSIVE
+
+
+def test_the_file_of_wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_wishes(None) == Wishes()
+    path = tmp_path / ".stagetrace.toml"
+    path.write_text(
+        '[gate]\neffect = "10%"\nbudgets = ["ttft_p95 <= 0.2 s"]\nallow = ["gpu"]\n'
+        '[gate.effects]\nadmission = "20ms"\nitl = "3%, 0.1ms"\n'
+    )
+    wishes = read_wishes(None)
+    assert wishes.effects == {"admission": Effect(0.0, 20.0), "itl_ms": Effect(0.03, 0.1)}
+    assert (wishes.relative, wishes.allow, wishes.budgets[0].most_ms) == (0.10, ("gpu",), 200.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[gate", ".stagetrace.toml: "),
+        ("gate = 1", "gate is a table"),
+        ("[gate]\nbudget = []", "[gate] has no budget; there are: allow, budgets, effect, effects"),
+        ('[gate]\nbudgets = ["ttft < 3"]', 'budget "ttft < 3": write it as ttft_p95 <= 200ms'),
+        ('[gate]\nbudgets = ["speed_p95 <= 3ms"]', "speed: no timer or stage; there are: "),
+        ('[gate]\nbudgets = "x"', "budgets is a list"),
+        ('[gate]\neffect = "fast"', 'effect "fast": write it as'),
+        ('[gate]\neffect = "5ms"', "for all stages a percentage"),
+        ('[gate.effects]\nwarp = "5%"', "warp: no timer or stage"),
+    ],
+)
+def test_wishes_that_cannot_be_read(text: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".stagetrace.toml").write_text(text)
+    with pytest.raises(Fault) as caught:
+        read_wishes(None)
+    assert named in str(caught.value)
+    with pytest.raises(Fault, match=r"--config gone.toml: there is no such file"):
+        read_wishes(Path("gone.toml"))
+
+
+def test_effects() -> None:
+    assert parse_effect("5%") == Effect(0.05, 0.0)
+    assert parse_effect("1.5 ms") == Effect(0.0, 1.5)
+
+
+def test_options_that_take_several_words() -> None:
+    assert spread(["--baseline", "a", "b", "--explain", "--current", "c", "d"]) == [
+        "--baseline", "a", "--baseline", "b", "--explain", "--current", "c", "--current", "d",
+    ]  # fmt: skip
+    assert spread(["--current"]) == ["--current"]

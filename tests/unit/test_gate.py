@@ -6,6 +6,7 @@ import json
 import sqlite3
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -252,7 +253,7 @@ def test_files_that_cannot_be_used(stagetrace: Cli, stores: Callable[..., Any], 
 
 def test_requests_that_were_not_answered(tmp_path: Path, stores: Callable[..., Any]) -> None:
     (path, *_), _ = stores()
-    with sqlite3.connect(path) as db:
+    with closing(sqlite3.connect(path)) as db, db:
         db.execute(
             "UPDATE requests SET status = 'error' WHERE id IN (SELECT id FROM requests ORDER BY id DESC LIMIT 3)"
         )

@@ -32,6 +32,7 @@ ROWS = (
     Row("send", "what is added to each streamed chunk in the API process", 2),
     Row("import", "import stagetrace against an interpreter that does nothing", 4),
     Row("collector", "the collector: marks per second, and its share of a core", 15),
+    Row("gpu", "the GPU sampler's share of a core, eight cards", 55),
     Row("truth", "coverage of real requests, and their times against a client's own", 150),
     Row("servers", "CPU per streamed token of real servers, untraced and traced by turns", 150),
     Row("endpoints", "collectors under load, their OTLP endpoints bad in every way", 615, long=True),

@@ -149,7 +149,10 @@ static int enter(Card *c, const char *call) {
     if (!c) return INVALID;
     Card *whole = c->parent ? c->parent : c;
     for (int i = 0; i < whole->delays; i++)
-        if (!strcmp(whole->delay[i].call, call) || whole->delay[i].call[0] == '*') pass(&whole->delay[i]);
+        if (!strcmp(whole->delay[i].call, call) || whole->delay[i].call[0] == '*') {
+            pass(&whole->delay[i]);
+            break;
+        }
     if (!strcmp(call, "nvmlDeviceGetTotalEnergyConsumption") && whole->reads++ == whole->lives && whole->lives)
         whole->lost = -INFINITY;
     if (now() >= whole->lost) return LOST;

@@ -29,7 +29,10 @@ def library() -> Path:
         pytest.fail("these tests compile a stub of the GPU driver's library: install gcc", pytrace=False)
     folder = Path(mkdtemp(prefix="stagetrace-nvml-"))
     made = folder / "libnvidia-ml.so.1"
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-lm"], check=True)
+    subprocess.run(
+        [compiler, "-O1", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", str(made), str(SOURCE), "-lm"],
+        check=True,
+    )
     return folder
 
 

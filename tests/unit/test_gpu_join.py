@@ -41,7 +41,7 @@ def readings(card: str = "GPU-0", until: int = 2 * S, period: int = PERIOD, **va
         sample = card_sample(card=card, t_ns=t, period_ns=period, power_w=200.0, energy_j=energy, throttle=0)
         for name, value in now.items():
             setattr(sample, name, value)
-        made.append(Reading(sample, {}))
+        made.append(Reading(sample, []))
     return made
 
 
@@ -77,11 +77,19 @@ def test_a_window_shorter_than_a_sample_says_so_and_nothing_else(length: int, wi
 def test_where_the_driver_keeps_finer_ones_a_shorter_window_has_those() -> None:
     fine = [(t, 300.0 + t / S) for t in range(0, S, 2 * MS)]
     made = readings()
-    made[60] = made[60]._replace(points={"power_w": fine})
+    made[60] = made[60]._replace(power=fine)
     found = history(made).over((100 * MS, 110 * MS))
     assert found["power_w"]["mean"] == pytest.approx(300.106) and found["window"] == "sampled"
     assert found["utilization"] is None, "not in so short a time"
     assert history(made).over((100 * MS, 101 * MS)) == {"window": "shorter_than_sample"}
+
+
+def test_what_is_asked_for_more_rarely_is_not_taken_for_newer_than_it_is() -> None:
+    made = [each._replace(whole=index % 3 == 0) for index, each in enumerate(readings())]
+    seen = history(made)
+    found = seen.over((MS, MS + 2 * PERIOD))
+    assert found["power_w"] and found["utilization"] and found["memory_used_bytes"] is None
+    assert seen.over((MS, MS + 3 * PERIOD))["memory_used_bytes"] == {"mean": 60e9, "max": 60_000_000_000}
 
 
 def test_what_a_card_does_not_say_is_null() -> None:
@@ -240,7 +248,7 @@ class FakeCard:
         self.id, self.name = ident, "A card"
 
     def read(self) -> Reading:
-        return Reading(card_sample(card=self.id, t_ns=time.monotonic_ns()), {})
+        return Reading(card_sample(card=self.id, t_ns=time.monotonic_ns()), [])
 
     def faults(self) -> list[str]:
         return []

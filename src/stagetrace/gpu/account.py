@@ -24,7 +24,7 @@ def account(trace: Trace) -> dict[str, Any] | None:
     history = History()
     for sample in trace.gpu:
         cards.setdefault(sample.card, []).append(sample)
-        history.add([Reading(sample, {})])
+        history.add([Reading(sample, [])])
     used = [sample.energy_j for sample in trace.gpu if sample.energy_j is not None]
     spent = [history.joules(span) for _, span in intervals(trace.steps)]
     total = sum(used) if used else None

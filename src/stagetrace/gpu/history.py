@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from ..model import GpuSample
-from .nvml import Reading
+from .nvml import STATE, Reading
 from .throttle import reasons
 
 #: Of a stage, mean and maximum of these. Those of the second line only where a card has them at all.
@@ -79,10 +79,11 @@ class Track:
         #: Joules up to each sample, and those before which they are not known.
         self._total: list[float] = []
         self._unknown: list[int] = []
-        #: What the driver keeps by itself, in finer steps than ours, by counter, and how far apart.
-        self.fine: dict[str, Series] = {}
+        #: By counter, and what its values are usually apart where that is not the time between two samples: some are
+        #: asked for more rarely, and the driver may keep the power in finer steps.
+        self._series: dict[str, Series] = {}
         self._steps: dict[str, int] = {}
-        self.rough: dict[str, Series] = {}
+        self._kept = Series()
         self.gone = False
 
     def add(self, reading: Reading) -> None:
@@ -96,20 +97,25 @@ class Track:
         self.times.append(sample.t_ns)
         self.samples.append(sample)
         for counter in (*COUNTERS, *EXTRA):
-            self.rough.setdefault(counter, Series()).add(sample.t_ns, getattr(sample, counter))
-        for counter, points in reading.points.items():
-            series = self.fine.setdefault(counter, Series())
-            for time, value in points:
-                series.add(time, value)
-            if len(points) > 2:
-                gaps = [b[0] - a[0] for a, b in pairwise(points)]
-                self._steps[counter] = int(median(gaps))
+            if reading.whole or counter not in STATE:
+                self._note(counter, sample)
+        for time, watts in reading.power:
+            self._kept.add(time, watts)
+        if len(reading.power) > 2:
+            self._steps["power_w"] = int(median(b[0] - a[0] for a, b in pairwise(reading.power)))
+            self._series["power_w"] = self._kept
 
     def series(self, counter: str, period: int) -> tuple[Series, int]:
         """The finest there is of a counter, and the usual time between two of its values."""
-        if counter in self._steps:
-            return self.fine[counter], self._steps[counter]
-        return self.rough.get(counter, Series()), period
+        return self._series.get(counter) or Series(), self._steps.get(counter, period)
+
+    def _note(self, counter: str, sample: GpuSample) -> None:
+        series = self._series.setdefault(counter, Series())
+        if series is self._kept:
+            return
+        if counter in STATE and series.times:
+            self._steps[counter] = sample.t_ns - series.times[-1]
+        series.add(sample.t_ns, getattr(sample, counter))
 
     def joules(self, window: Span) -> float | None:
         """Energy used in ``window``: within a sampling period it is spread evenly. None where it is not known."""
@@ -137,7 +143,7 @@ class Track:
         at = max(bisect_left(self.times, before) - 1, 0)
         del self.times[:at], self.samples[:at], self._total[:at]
         self._unknown = [time for time in self._unknown if time > before]
-        for series in (*self.rough.values(), *self.fine.values()):
+        for series in (*self._series.values(), self._kept):
             series.drop(before)
 
 

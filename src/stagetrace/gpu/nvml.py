@@ -8,17 +8,21 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..model import GpuSample
-from .gpm import Counters
+from .gpm import METRICS, Counters
 
 #: Error codes of the driver's library.
 _NOT_SUPPORTED, _NO_PERMISSION, _DRIVER_NOT_LOADED, _NO_LIBRARY, _NO_FUNCTION = 3, 4, 9, 12, 13
 _LOST = (15, 16, 28)
 #: These do not change while the card is there: whoever has got one asks no more.
 _FOR_GOOD = {2: "not supported", 3: "not supported", 4: "no permission", 13: "not supported", 25: "not supported"}
-#: What the driver keeps by itself, with the time of each, by counter: its name for it, and our unit in its.
-_BUFFERED = {"power_w": (0, 1e-3), "utilization": (1, 1e-2), "memory_bandwidth_utilization": (2, 1e-2)}
+#: The driver's number for the power it keeps by itself. (Of other counters it keeps none that is finer than ours.)
+_POWER_KEPT = 0
+#: What changes slowly is asked for so often at most.
+_STATE_NS = 400_000_000
+STATE = ("memory_used_bytes", "memory_total_bytes", "sm_clock_mhz", "memory_clock_mhz", "temperature_c", *METRICS)
+#: Of the card's figures for all its slices no one can say which part is one's own.
+_WHOLE = ("energy_j", "power_w", "power kept", "utilization", "memory_bandwidth_utilization")
 _MIG_WHOLE = "of the whole card only"
-Points = dict[str, list[tuple[int, float]]]
 
 
 class GpuFault(Exception):
@@ -30,10 +34,14 @@ class Lost(Exception):
 
 
 class Reading(NamedTuple):
-    """A sample, and what the driver had kept meanwhile: (monotonic ns, value) by counter, where it keeps any."""
+    """A sample, and the power that the driver had kept meanwhile, (monotonic ns, W), where it does.
+
+    ``whole``: everything in it is of this moment; else what is in :data:`STATE` is of the last whole one.
+    """
 
     sample: GpuSample
-    points: Points
+    power: list[tuple[int, float]]
+    whole: bool = True
 
 
 class Driver:
@@ -122,39 +130,44 @@ class Card:
         self._gone: dict[str, str] = {}
         self._failed: dict[str, str] = {}
         self._told: set[str] = set()
-        self._keeps: dict[str, int] = {}
+        #: The driver's time of the latest power it had kept, µs since 1970.
+        self._kept_us = 0
+        self._state: GpuSample | None = None
         self._last: tuple[int, int | None, float | None] | None = None
         self._gpm = Counters(nvml, self._handle, self.parent)
         if self.parent is not None:
-            # Of the card's figures for all its slices no one can say which part is this one's.
-            for counter in ("energy_j", *_BUFFERED):
-                self._gone[counter] = _MIG_WHOLE
+            self._gone.update(dict.fromkeys(_WHOLE, _MIG_WHOLE))
 
     def read(self) -> Reading:
         """Ask for everything, a few dozen microseconds a counter. Lost if the card is gone."""
         before = time.monotonic_ns()
         millijoules = self._ask("energy_j", lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         now = (before + time.monotonic_ns()) // 2
-        points = {counter: found for counter in _BUFFERED if (found := self._buffered(counter, now))}
-        made = GpuSample(self.id, now, now - self._last[0] if self._last else 0, self.name)
-        made.power_w = self._power(points)
-        made.energy_j = self._energy(now, millijoules, made.power_w, "power_w" in points)
-        self._shares(made, points)
-        self._state(made)
-        active = self._ask("gpm", self._gpm.read) or {}
-        for counter, share in active.items():
-            setattr(made, counter, share)
-        return Reading(made, points)
+        since = self._last[0] if self._last else now
+        whole = self._state is None or now - self._state.t_ns >= _STATE_NS
+        kept = self._kept(now) if whole else []
+        recent = [watts for time, watts in kept if time > since]
+        made = GpuSample(self.id, now, now - since, self.name)
+        made.power_w = sum(recent) / len(recent) if recent else self._power()
+        made.energy_j = self._energy(now, millijoules, made.power_w, bool(recent))
+        self._shares(made)
+        if self._state is None or whole:
+            self._take_stock(made)
+        else:
+            for name in STATE:
+                setattr(made, name, getattr(self._state, name))
+        made.throttle = self._ask("throttle", self._throttle)
+        return Reading(made, kept, whole)
 
     def last(self) -> Reading:
         """What there is to say of a card that does not answer: nothing, from now on."""
-        return Reading(silence(self.id, self.name), {})
+        return Reading(silence(self.id, self.name), [])
 
     def faults(self) -> list[str]:
         """A line for each reason why counters are not there that has come up since the last call."""
         by_reason: dict[str, list[str]] = {}
         for counter, reason in {**self._failed, **self._gone}.items():
-            if counter not in self._told and counter != "gpm" and not counter.startswith("buffered "):
+            if counter not in self._told and counter not in ("gpm", "power kept"):
                 self._told.add(counter)
                 by_reason.setdefault(reason, []).append(counter)
         who = f"GPU {self.id} ({self.name})"
@@ -174,23 +187,19 @@ class Card:
                 self._failed[counter] = str(error).lower()
             return None
 
-    def _buffered(self, counter: str, now: int) -> list[tuple[int, float]]:
-        """What the driver has kept of a counter since the last time; nothing where it keeps nothing."""
-        if counter in self._gone:
-            return []
-        which, unit = _BUFFERED[counter]
+    def _kept(self, now: int) -> list[tuple[int, float]]:
+        """The power that the driver has kept since the last time, W; nothing where it keeps none."""
         wall = time.time_ns()
-        since = self._keeps.get(counter) or wall // 1000 - 1_000_000
-        answer = self._ask(f"buffered {counter}", lambda: self._nvml.nvmlDeviceGetSamples(self._handle, which, since))
-        kept = [each for each in (answer[1] if answer else ()) if each.timeStamp > since]
-        if not kept:
-            return []
-        self._keeps[counter] = kept[-1].timeStamp
-        return [(now - wall + each.timeStamp * 1000, each.sampleValue.uiVal * unit) for each in kept]
+        since = self._kept_us or wall // 1000 - 1_000_000
+        ask = self._nvml.nvmlDeviceGetSamples
+        answer = self._ask("power kept", lambda: ask(self._handle, _POWER_KEPT, since))
+        kept = [(each.timeStamp, each.sampleValue.uiVal) for each in (answer[1] if answer else ())]
+        kept = [each for each in kept if each[0] > since]
+        if kept:
+            self._kept_us = kept[-1][0]
+        return [(now - wall + microseconds * 1000, milliwatts / 1e3) for microseconds, milliwatts in kept]
 
-    def _power(self, points: Points) -> float | None:
-        if found := points.get("power_w"):
-            return sum(value for _, value in found) / len(found)
+    def _power(self) -> float | None:
         milliwatts = self._ask("power_w", lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle))
         return None if milliwatts is None else milliwatts / 1e3
 
@@ -209,32 +218,27 @@ class Card:
         before = power if mean or last[2] is None else last[2]
         return (power + before) / 2 * (now - last[0]) / 1e9
 
-    def _shares(self, made: GpuSample, points: Points) -> None:
-        names = ("utilization", "memory_bandwidth_utilization")
-        for counter in names:
-            if found := points.get(counter):
-                setattr(made, counter, sum(value for _, value in found) / len(found))
-        if made.utilization is None or made.memory_bandwidth_utilization is None:
-            rates = self._ask("utilization", lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle))
-            if rates is None:
-                reason = self._gone.get("utilization")
-                if reason:
-                    self._gone.setdefault("memory_bandwidth_utilization", reason)
-                return
-            made.utilization = rates.gpu / 100 if made.utilization is None else made.utilization
-            if made.memory_bandwidth_utilization is None:
-                made.memory_bandwidth_utilization = rates.memory / 100
+    def _shares(self, made: GpuSample) -> None:
+        rates = self._ask("utilization", lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle))
+        if rates is not None:
+            made.utilization, made.memory_bandwidth_utilization = rates.gpu / 100, rates.memory / 100
+            return
+        for reasons in (self._gone, self._failed):
+            if "utilization" in reasons:
+                reasons["memory_bandwidth_utilization"] = reasons["utilization"]
 
-    def _state(self, made: GpuSample) -> None:
-        """Memory, clocks, heat, and what slows it down."""
-        nvml, whole = self._nvml, self._whole
+    def _take_stock(self, made: GpuSample) -> None:
+        """Memory, clocks, heat, and what is a mean since the last time anyway."""
+        nvml = self._nvml
         memory = self._ask("memory_used_bytes", lambda: nvml.nvmlDeviceGetMemoryInfo(self._handle))
         if memory is not None:
             made.memory_used_bytes, made.memory_total_bytes = memory.used, memory.total
-        made.sm_clock_mhz = self._ask("sm_clock_mhz", lambda: nvml.nvmlDeviceGetClockInfo(whole, 1))
-        made.memory_clock_mhz = self._ask("memory_clock_mhz", lambda: nvml.nvmlDeviceGetClockInfo(whole, 2))
-        made.temperature_c = self._ask("temperature_c", lambda: nvml.nvmlDeviceGetTemperature(whole, 0))
-        made.throttle = self._ask("throttle", self._throttle)
+        made.sm_clock_mhz = self._ask("sm_clock_mhz", lambda: nvml.nvmlDeviceGetClockInfo(self._whole, 1))
+        made.memory_clock_mhz = self._ask("memory_clock_mhz", lambda: nvml.nvmlDeviceGetClockInfo(self._whole, 2))
+        made.temperature_c = self._ask("temperature_c", lambda: nvml.nvmlDeviceGetTemperature(self._whole, 0))
+        for counter, share in (self._ask("gpm", self._gpm.read) or {}).items():
+            setattr(made, counter, share)
+        self._state = made
 
     def _throttle(self) -> Any:
         try:

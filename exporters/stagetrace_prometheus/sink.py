@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -60,7 +61,8 @@ class PrometheusSink:
         for seen in of_gpu(samples):
             if math.isnan(seen.value):
                 each = INSTRUMENTS[seen.name]
-                self._metrics[seen.name].remove(*(seen.labels[label] for label in each.labels))
+                with suppress(KeyError):  # it was not known before either
+                    self._metrics[seen.name].remove(*(seen.labels[label] for label in each.labels))
             else:
                 self._take([seen])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -203,6 +204,7 @@ def test_too_many_threads_are_said_at_the_end(
 def test_a_collector_lets_go_of_its_files(directory: Path) -> None:
     recorder = Recorder(directory)
     call(recorder)
+    gc.collect()  # what other tests have left must not be closed in between
     before = len(os.listdir("/proc/self/fd"))
     collector = Collector(directory, [])
     collector.poll()

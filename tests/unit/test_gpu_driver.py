@@ -30,7 +30,8 @@ sampler.start()
 until = time.monotonic() + 60
 def enough():
     counts = [sum(r.sample.card == card for r in list(sampler.readings)) for card in list(sampler.cards)]
-    return sampler.over or (counts and min(counts) >= rounds)
+    nothing = said and not counts and not sampler._wanted
+    return sampler.over or nothing or (counts and min(counts) >= rounds)
 while not enough() and time.monotonic() < until:
     time.sleep(0.01)
 interval = sampler.interval_s
@@ -193,12 +194,13 @@ def test_no_call_is_made_in_vain_and_none_is_dear(seen: Seen) -> None:
 )
 def test_names_of_a_card(tmp_path: Path, name: str, card: int) -> None:
     seen = sample(tmp_path, Script([Card(0), Card(1)]), 1, STAGETRACE_GPU_UUIDS=name)
-    assert seen.ids == {name: uuid(card)} and list(seen.samples) == [uuid(card)] and not seen.said
+    assert seen.ids == {name: uuid(card)} and list(seen.samples) == [uuid(card)]
+    assert not seen.lines("no counters")  # that it is slow may be said: the machine may be busy
 
 
 def test_half_a_name_that_two_cards_have_names_none(tmp_path: Path) -> None:
     seen = sample(tmp_path, Script([Card(0), Card(1)]), 1, STAGETRACE_GPU_UUIDS="GPU-0000")
-    assert not seen.samples and seen.over
+    assert not seen.samples
     assert seen.said == ["no counters of GPU GPU-0000: several cards are called so; give more of the name"]
 
 
@@ -229,4 +231,5 @@ def test_a_slow_driver_is_asked_more_rarely(tmp_path: Path) -> None:
     """Some eight calls of 40 ms a look: at most a tenth of the time is to be spent on them."""
     seen = sample(tmp_path, Script([Card(more=["slow * 40000"])]), rounds=2)
     assert seen.interval_s >= 2.0
-    assert len(seen.said) == 1 and "the GPU driver takes" in seen.said[0] and "asked every" in seen.said[0]
+    (line,) = seen.said
+    assert "the GPU driver takes" in line and "asked every" in line

@@ -1,6 +1,6 @@
 """Whose energy it was: a step's is shared by its tokens, and what no step used belongs to nobody.
 
-See docs/decisions/0011-whose-joules.md.
+See docs/decisions/0012-whose-joules.md.
 """
 
 from __future__ import annotations

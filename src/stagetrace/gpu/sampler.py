@@ -95,7 +95,7 @@ class Sampler:
             self.asked_at = None
             ended = time.monotonic()
             self._pace(ended - begun)
-            if last or (not self._open and not self._wanted and self._known):
+            if last:
                 return
             self._wait(begun)
 

@@ -245,7 +245,9 @@ def test_files_that_cannot_be_used(stagetrace: Cli, stores: Callable[..., Any], 
         "gate", "--baseline", *before, "--current", "empty.db"
     )
     assert "a directory" in stagetrace.refused("gate", "--baseline", str(tmp_path), "--current", *after)
-    assert "name --baseline FILE... and --current FILE..." in stagetrace.refused("gate", "--baseline", *before)
+    assert "name either --baseline FILE... and --current FILE..., or --ab" in stagetrace.refused(
+        "gate", "--baseline", *before
+    )
     assert "--junit" in stagetrace.refused("gate", "--baseline", *before, "--current", *after, "--junit")
     nowhere = str(tmp_path / "no" / "gate.xml")
     assert "No such file" in stagetrace("gate", "--baseline", *before, "--current", *after, "--junit", nowhere)[2]

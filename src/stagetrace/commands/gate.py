@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +22,8 @@ from ..faults import Fault
 
 if TYPE_CHECKING:
     from ..gate.compare import Report
+    from ..gate.match import Sides
+    from ..gate.settings import Wishes
 
 INTERNAL = 70
 CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}
@@ -28,6 +34,17 @@ SEVERAL = ("--baseline", "--current")
 Files = list[Path]
 Baseline = Annotated[Files, typer.Option(metavar="FILE...", help="BASE.json, or stores of the runs to compare with.")]
 Current = Annotated[Files, typer.Option(metavar="FILE...", help="Stores of the runs to judge.")]
+Ab = Annotated[
+    tuple[str, str] | None,
+    typer.Option(metavar="CMD_A CMD_B", help="Start these two servers in turn, and compare them."),
+]
+Runs = Annotated[int, typer.Option(metavar="N", min=1, help="With --ab: runs a side.")]
+Requests = Annotated[int, typer.Option(metavar="N", min=2, help="With --ab: requests in each run.")]
+Concurrency = Annotated[int, typer.Option(metavar="N", min=1, help="With --ab: so many requests at a time.")]
+Prompt = Annotated[str, typer.Option(metavar="MIX", help="With --ab: prompt lengths, as for `stagetrace load`.")]
+Output = Annotated[str, typer.Option(metavar="MIX", help="With --ab: lengths of the answers.")]
+Seed = Annotated[int, typer.Option(metavar="S", help="With --ab: the prompts follow from it.")]
+Stores = Annotated[Path | None, typer.Option(metavar="DIR", help="With --ab: where stores and logs are kept.")]
 Config = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Budgets and effects; .stagetrace.toml if there is one.")
 ]
@@ -65,6 +82,14 @@ def spread(arguments: list[str]) -> list[str]:
 def gate(
     baseline: Baseline = (),  # type: ignore[assignment]
     current: Current = (),  # type: ignore[assignment]
+    ab: Ab = None,
+    runs: Runs = 5,
+    requests: Requests = 50,
+    concurrency: Concurrency = 1,
+    prompt_tokens: Prompt = "400",
+    output_tokens: Output = "60",
+    seed: Seed = 0,
+    stores: Stores = None,
     config: Config = None,
     budget: Budgets = (),  # type: ignore[assignment]
     allow: Allow = (),  # type: ignore[assignment]
@@ -74,25 +99,29 @@ def gate(
     junit: Junit = None,
     markdown: Markdown = None,
 ) -> None:
-    """Compare runs, stage by stage, and say PASS, FAIL or INCONCLUSIVE.
+    """Compare two sides, stage by stage, and say PASS, FAIL or INCONCLUSIVE.
+
+    Either runs that were recorded (--baseline, --current), or two servers that are started in turn (--ab: a command
+    says where it listens with --port {port}; NAME=VALUE before it is its environment).
 
     Exit code: 0 nothing is slower · 1 a stage is surely slower, or a budget broken · 2 unusable input · 3 inconclusive,
     which says how many runs would decide · 70 an internal error. Faster never fails.
     """
     if inconclusive not in POLICIES:
         raise Fault(f"--inconclusive {inconclusive}: pass or fail")
-
-    def judge() -> Report:
-        if not baseline or not current:
-            raise Fault("gate: name --baseline FILE... and --current FILE...")
-        return _compared(list(baseline), list(current), config, list(budget), list(allow))
+    if (ab is None) == (not baseline and not current) or (ab is None and not (baseline and current)):
+        raise Fault("gate: name either --baseline FILE... and --current FILE..., or --ab CMD_A CMD_B")
 
     def told() -> int:
-        report = judge()
-        code = POLICIES[inconclusive] if report.verdict == "INCONCLUSIVE" else CODES[report.verdict]
-        _written(report, code, junit, markdown)
-        _shown(report, code, explain, as_json)
-        return code
+        wishes = _wishes(config, list(budget))
+        sides = (
+            _recorded(list(baseline), list(current), (*wishes.allow, *allow))
+            if ab is None
+            else _served(
+                ab, (runs, requests, concurrency, prompt_tokens, output_tokens, seed), stores, (*wishes.allow, *allow)
+            )
+        )
+        return _judged(sides, wishes, POLICIES[inconclusive], explain, as_json, junit, markdown)
 
     raise typer.Exit(guarded(told))
 
@@ -111,21 +140,65 @@ def guarded(work: Callable[[], int]) -> int:
         return INTERNAL
 
 
-def _compared(baseline: Files, current: Files, config: Path | None, budgets: list[str], allow: list[str]) -> Report:
-    from dataclasses import replace
-
+def _wishes(config: Path | None, budgets: list[str]) -> Wishes:
+    """Read before anything is started: what is wrong with them should not take an hour to be said."""
     try:
-        from ..gate.compare import compare
+        import_module("stagetrace.gate.compare")
     except ImportError as error:
         raise Fault(f"gate: {error}; install what it needs: pip install 'stagetrace[gate]'") from None
-    from ..gate.baseline import read_runs
-    from ..gate.match import match
     from ..gate.settings import parse_budget, read_wishes
 
     wishes = read_wishes(config)
-    wishes = replace(wishes, budgets=(*wishes.budgets, *map(parse_budget, budgets)))
-    sides = [[run for file in files for run in read_runs(file)] for files in (baseline, current)]
-    return compare(match(sides[0], sides[1], (*wishes.allow, *allow)), wishes)
+    return replace(wishes, budgets=(*wishes.budgets, *map(parse_budget, budgets)))
+
+
+def _recorded(baseline: Files, current: Files, allow: tuple[str, ...]) -> Sides:
+    from ..gate.baseline import read_runs
+    from ..gate.match import match
+
+    before, after = ([run for file in files for run in read_runs(file)] for files in (baseline, current))
+    return match(before, after, allow)
+
+
+def _served(commands: tuple[str, str], plan: tuple[Any, ...], stores: Path | None, allow: tuple[str, ...]) -> Sides:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from ..gate.ab import Plan, measure, parse_command
+    from ..gate.match import match
+
+    parsed = parse_command(commands[0]), parse_command(commands[1])
+    folder = stores or Path(f"stagetrace-gate-{datetime.now():%Y%m%d-%H%M%S}")
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended
+    with Progress(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("gate")
+
+        def tick(said: str, done: int, steps: int) -> None:
+            progress.update(bar, description=said, completed=done, total=steps)
+
+        before, after = measure(parsed, Plan(*plan), folder, tick)
+    typer.echo(f"stagetrace: the runs are in {folder}", err=True)
+    return match(before, after, allow, settings=False)
+
+
+def _judged(
+    sides: Sides,
+    wishes: Wishes,
+    undecided: int,
+    explain: bool,
+    as_json: bool,
+    junit: Path | None,
+    markdown: Path | None,
+) -> int:
+    from ..gate.compare import compare
+
+    report = compare(sides, wishes)
+    code = undecided if report.verdict == "INCONCLUSIVE" else CODES[report.verdict]
+    _written(report, code, junit, markdown)
+    _shown(report, code, explain, as_json)
+    return code
 
 
 def _written(report: Report, code: int, junit: Path | None, markdown: Path | None) -> None:

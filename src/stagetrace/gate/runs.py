@@ -126,7 +126,8 @@ def _mix(requests: dict[str, Request], answered: list[RequestRecord]) -> Fingerp
     }
 
 
-def _request(record: RequestRecord) -> Request:
+def times_of(record: RequestRecord) -> dict[str, float]:
+    """What is known of a request, by measure, in ms."""
     times = record.token_times_ms
     found: dict[str, Any] = {
         "ttft_ms": record.ttft_ms,
@@ -137,5 +138,8 @@ def _request(record: RequestRecord) -> Request:
         **{stage.key: stage.duration_ms for stage in record.stages},
         "unattributed": record.unattributed_ms,
     }
-    known = {key: float(ms) for key, ms in found.items() if ms is not None}
-    return Request(record.prompt_tokens or 0, record.output_tokens or 0, known, record.request_id)
+    return {key: float(ms) for key, ms in found.items() if ms is not None}
+
+
+def _request(record: RequestRecord) -> Request:
+    return Request(record.prompt_tokens or 0, record.output_tokens or 0, times_of(record), record.request_id)

@@ -1,0 +1,130 @@
+"""Two servers in turn, A B B A ..., each started anew and under the same load: what drifts meets both alike."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from ..faults import Fault
+from ..loadgen import Settings, run_load
+from ..serve import Served, free_port
+from .runs import Run, runs_of_store
+
+PORT = "{port}"
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+#: Told as it goes: which run of how many, what is done, and steps done of steps in all.
+Tick = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A server's command line, and the environment that was written before it."""
+
+    words: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def with_port(self) -> tuple[list[str], int]:
+        """The words to start, and where that server will listen."""
+        if any(PORT in word for word in self.words):
+            port = free_port()
+            return [word.replace(PORT, str(port)) for word in self.words], port
+        for word, after in zip(self.words, (*self.words[1:], ""), strict=True):
+            name, _, value = word.partition("=")
+            if name == "--port" and (value or after).isdecimal():
+                return list(self.words), int(value or after)
+        raise Fault(f"{shlex.join(self.words)}: say where it listens: --port {PORT}, or --port and a number")
+
+
+def parse_command(text: str) -> Command:
+    """Read ``[NAME=VALUE ...] PROGRAM ARGUMENT...`` as a shell would; Fault if it cannot be run."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise Fault(f"{text}: {error}") from None
+    environment: dict[str, str] = {}
+    while words and _ASSIGNMENT.match(words[0]):
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    if not words:
+        raise Fault(f'"{text}": a command is missing')
+    if Path(words[0]).name == "stagetrace":
+        raise Fault(f"{text}: give the server's own command; the gate runs it under stagetrace itself")
+    if shutil.which(words[0]) is None:
+        raise Fault(f"{text}: no program {words[0]}")
+    return Command(tuple(words), environment)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured: ``runs`` a side, each a closed loop of ``requests``."""
+
+    runs: int = 5
+    requests: int = 50
+    concurrency: int = 1
+    prompt_tokens: str = "400"
+    output_tokens: str = "60"
+    seed: int = 0
+    warmup: int = 5
+
+    def settings(self, url: str) -> Settings:
+        """The load on one server: the same requests for each."""
+        return Settings(
+            url, None, None, self.concurrency, self.requests, None, self.prompt_tokens, self.output_tokens, 0,
+            self.seed, max(self.warmup, self.concurrency), True, False, True, 600.0, None,
+        )  # fmt: skip
+
+
+def measure(commands: tuple[Command, Command], plan: Plan, folder: Path, tick: Tick) -> tuple[list[Run], list[Run]]:
+    """Run the servers in turn; the stores and logs stay in ``folder``. Fault for a server that cannot be measured."""
+    for command in commands:
+        command.with_port()
+    plan.settings("http://127.0.0.1:1").checked()
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise Fault(f"--stores {folder}: {error.strerror}; name a folder that is yet to be made") from None
+    sides: tuple[list[Run], list[Run]] = [], []
+    steps = 2 * plan.runs * (plan.requests + 1)
+    for number, side in enumerate(order(plan.runs)):
+        name = f"run {number + 1} of {2 * plan.runs} ({'AB'[side]})"
+        done = number * (plan.requests + 1)
+        store = folder / f"{number + 1:02d}-{'ab'[side]}.db"
+        _one(commands[side], plan, store, name, partial(_ticked, tick, done, steps))
+        sides[side].extend(runs_of_store(store))
+    return sides
+
+
+def _ticked(tick: Tick, done: int, steps: int, said: str, more: int) -> None:
+    tick(said, done + more, steps)
+
+
+def order(runs: int) -> list[int]:
+    """A B B A A B B A ...: each side as often, and as early, as the other."""
+    return [side for number in range(runs) for side in ((0, 1) if number % 2 == 0 else (1, 0))]
+
+
+def _one(command: Command, plan: Plan, store: Path, name: str, tick: Callable[[str, int], None]) -> None:
+    words, port = command.with_port()
+    log = store.with_suffix(".log")
+    starting = time.monotonic()
+
+    def waits() -> None:
+        tick(f"{name}: starting, {time.monotonic() - starting:.0f} s", 0)
+
+    with Served(words, port, store, log, command.environment, waits) as server:
+        outcome = run_load(plan.settings(server.url), lambda done, *_: tick(f"{name}: load", 1 + done))
+    if outcome.interrupted:
+        raise KeyboardInterrupt
+    failed = [exchange for exchange in outcome.exchanges if not exchange.ok]
+    if failed:
+        said = f": {failed[0].said}" if failed[0].said else ""
+        raise Fault(
+            f"{name}: {len(failed)} of {len(outcome.exchanges)} requests failed ({failed[0].error}{said}); "
+            f"the server's log is {log}"
+        )

@@ -1,0 +1,145 @@
+"""A server started for the length of a ``with`` block: recorded, in a process group of its own, gone afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .faults import Fault
+
+HOST = "127.0.0.1"
+READY_S = 900.0
+#: How long a server may take to end before it is killed.
+STOP_S = 30.0
+_PR_SET_PDEATHSIG = 1
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a server could listen on it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+class Served:
+    """``command`` under ``stagetrace run``, recorded in ``store``; what it prints is in ``log``.
+
+    ``with`` returns when it answers on ``/v1/models``; Fault if it does not. ``tick`` is called while it is waited for.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        port: int,
+        store: Path,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.command = [sys.executable, "-m", "stagetrace", "run", "--store", str(store), "--", *command]
+        self.port, self.store, self.log, self.tick = port, store, log, tick
+        # A session of somebody else's, or recording switched off, is not for this server.
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("STAGETRACE")}
+        kept = {name: value for name, value in os.environ.items() if name == "STAGETRACE_TMPDIR"}
+        self.environment = {**ours, **kept, **(environment or {})}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://{HOST}:{self.port}"
+
+    def __enter__(self) -> Served:
+        if not port_is_free(self.port):
+            raise Fault(f"port {self.port} is taken; end what listens there, or write {{port}} in the command")
+        try:
+            with open(self.log, "wb") as log:
+                # A group of its own, but not a session: schedulers weigh sessions against each other, and beside one
+                # full of an engine's busy threads the client would wait for a CPU.
+                self._process = subprocess.Popen(
+                    self.command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    preexec_fn=_group_of_its_own(),
+                )  # fmt: skip
+        except OSError as error:
+            raise Fault(f"{self.log}: {error.strerror}") from None
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
+
+    def _wait(self) -> None:
+        assert self._process is not None
+        until = time.monotonic() + READY_S
+        while not _answers(self.port):
+            code = self._process.poll()
+            if code is not None or time.monotonic() > until:
+                how = f"ended with {code}" if code is not None else f"did not answer within {READY_S:.0f} s"
+                raise Fault(f"the server {how}; its log is {self.log}; the last line: {self._last()}")
+            self.tick()
+            time.sleep(0.25)
+
+    def stop(self) -> None:
+        """End it and all that it started. May be called twice."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
+        # The group is the first process's number, which is nobody else's while a member lives.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _last(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1].strip()[:300] if lines else "(nothing)"
+
+
+def _group_of_its_own() -> Callable[[], None]:
+    """What the child does before it becomes the server: should we be killed, ``stagetrace run`` is to end it."""
+    libc = ctypes.CDLL(None)
+
+    def prepare() -> None:
+        os.setpgrp()
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+    return prepare
+
+
+def _answers(port: int) -> bool:
+    connection = http.client.HTTPConnection(HOST, port, timeout=5.0)
+    try:
+        connection.request("GET", "/v1/models")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,269 @@
+"""`stagetrace gate --ab`: two servers in turn, each gone before the next is started, and one verdict."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stagetrace.faults import Fault
+from stagetrace.gate.ab import Command, Plan, order, parse_command
+from stagetrace.model import RunRecord
+from stagetrace.serve import Served, free_port, port_is_free
+from stagetrace.store import StoreWriter
+from tests.unit.fake_server import Fake, serving
+from tests.unit.helpers import plain_environment, wait_until
+from tests.unit.simulated import BASE_MS
+from tests.unit.stored import request
+from tests.unit.test_cli import Cli
+
+REPO = Path(__file__).resolve().parents[2]
+#: A server that answers as one should, has a child of its own, and ends when it is told to, or never.
+SERVER = """
+import os, signal, subprocess, sys, time
+from tests.unit.fake_server import Fake, Handler, _Server
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, "self", os.getpid(), flush=True)
+if "--deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Here(Handler):
+    fake = Fake()
+_Server(("127.0.0.1", int(sys.argv[1])), Here).serve_forever()
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------- commands
+
+
+def test_a_command_as_it_is_written() -> None:
+    parsed = parse_command(f"A=1 B='two words' {sys.executable} -m x --port {{port}}")
+    assert parsed.environment == {"A": "1", "B": "two words"}
+    words, port = parsed.with_port()
+    assert words == [sys.executable, "-m", "x", "--port", str(port)] and port > 0
+    assert Command(("x", "--port", "80")).with_port() == (["x", "--port", "80"], 80)
+    assert Command(("x", "--port=81")).with_port() == (["x", "--port=81"], 81)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "a command is missing"),
+        ("A=1", "a command is missing"),
+        ("'open", "No closing quotation"),
+        ("stagetrace run -- x", "the gate runs it under stagetrace itself"),
+        ("no-such-program --port 1", "no program no-such-program"),
+    ],
+)
+def test_commands_that_cannot_be_run(text: str, named: str) -> None:
+    with pytest.raises(Fault, match=named):
+        parse_command(text)
+    with pytest.raises(Fault, match="say where it listens"):
+        Command(("x", "--port")).with_port()
+
+
+def test_each_side_is_as_early_as_the_other() -> None:
+    assert order(5) == [0, 1, 1, 0, 0, 1, 1, 0, 0, 1]
+    assert sum(n for n, side in enumerate(order(4)) if side) == sum(n for n, side in enumerate(order(4)) if not side)
+
+
+# ---------------------------------------------------------------- one server
+
+
+def served(folder: Path, *arguments: str, port: int = 0) -> Served:
+    port = port or free_port()
+    environment = {"PYTHONPATH": str(REPO)}
+    return Served(
+        [sys.executable, "-c", SERVER, str(port), *arguments], port, folder / "s.db", folder / "s.log", environment
+    )  # fmt: skip
+
+
+def test_a_server_is_there_and_then_all_of_it_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGETRACE", "0")
+    with served(tmp_path) as server:
+        child = int((tmp_path / "s.log").read_text().split()[1])
+        assert alive(child) and not port_is_free(server.port)
+        assert "STAGETRACE" not in server.environment
+    assert port_is_free(server.port)
+    wait_until(lambda: not alive(child), "the server's child has ended")
+    assert (tmp_path / "s.db").is_file()
+
+
+def test_a_server_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagetrace.serve.STOP_S", 0.2)
+    with served(tmp_path, "--deaf") as server:
+        child = int((tmp_path / "s.log").read_text().split()[1])
+    wait_until(lambda: not alive(child) and port_is_free(server.port), "nothing is left of it")
+
+
+def test_a_server_that_does_not_start(tmp_path: Path) -> None:
+    failing = Served(
+        [sys.executable, "-c", "raise SystemExit('no model there')"], free_port(), tmp_path / "s.db", tmp_path / "s.log"
+    )
+    with (
+        pytest.raises(Fault, match=r"the server ended with 1; its log is .*s\.log; the last line: no model there"),
+        failing,
+    ):
+        pass
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(Fault, match=f"port {port} is taken"), served(tmp_path, port=port):
+            pass
+
+
+def test_who_starts_servers_and_is_killed_leaves_none(tmp_path: Path) -> None:
+    code = f"""
+        import time
+        from pathlib import Path
+        from tests.unit.test_gate_ab import served
+        with served(Path({str(tmp_path)!r})):
+            print("up", flush=True)
+            time.sleep(600)
+    """
+    environment = {**plain_environment(), "PYTHONPATH": str(REPO)}
+    starter = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, stdout=subprocess.PIPE, text=True
+    )  # fmt: skip
+    with starter:
+        assert starter.stdout is not None and starter.stdout.readline() == "up\n"
+        _, child, _, server = (tmp_path / "s.log").read_text().split()[:4]
+        starter.kill()
+    wait_until(lambda: not alive(int(server)), "stagetrace run, told of its parent's death, has ended the server")
+    os.kill(int(child), signal.SIGKILL)  # what a server leaves behind is the server's to end; only we would have
+
+
+# ---------------------------------------------------------------- all of it, with servers that only pretend
+
+
+class Pretend:
+    """Stands for a server: answers the load, and leaves the store that a recorded one would have left.
+
+    ``slower`` is in the command's environment, as measure:share; 1 % is the runs' noise.
+    """
+
+    started: list[tuple[str, ...]]
+    rng: np.random.Generator
+
+    def __init__(
+        self, command: list[str], port: int, store: Path, log: Path, environment: dict[str, str], tick: Any
+    ) -> None:  # fmt: skip
+        self.command, self.store, self.environment = command, store, environment
+        self._stack = ExitStack()
+        tick()
+
+    def __enter__(self) -> Pretend:
+        Pretend.started.append(tuple(self.command))
+        self.fake = self._stack.enter_context(
+            serving(Fake(refused=frozenset({5}) if "BROKEN" in self.environment else frozenset()))
+        )
+        return self
+
+    @property
+    def url(self) -> str:
+        return self.fake.url
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        key, _, share = self.environment.get("SLOWER", "ttft_ms:0").partition(":")
+        speed = np.exp(self.rng.normal(0, 0.01))
+        records = []
+        for number, (headers, body) in enumerate(self.fake.asked):
+            ms = {name: base * speed * (1 + float(share) * (name == key)) for name, base in BASE_MS.items()}
+            record = request(
+                number, external_id=headers["x-request-id"], prompt_tokens=400, output_tokens=body["max_tokens"],
+                start_unix_ns=time.time_ns(), e2e_ms=ms["e2e_ms"], ttft_ms=ms["ttft_ms"],
+                unattributed_ms=ms["unattributed"], token_times_ms=[0.0, ms["itl_ms"]],
+            )  # fmt: skip
+            for stage in record.stages:
+                stage.duration_ms = ms[stage.key]
+            records.append(record)
+        with StoreWriter(self.store) as writer:
+            writer.write_run(RunRecord("session", "paper", "1", "tiny", {"max_num_seqs": len(self.command)}))
+            writer.write_requests(records)
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Pretend]]:
+    before = signal.getsignal(signal.SIGTERM)
+    Pretend.started, Pretend.rng = [], np.random.default_rng(1)
+    monkeypatch.setattr("stagetrace.gate.ab.Served", Pretend)
+    yield Pretend
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def stagetrace(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return Cli(monkeypatch, capfd)
+
+
+LOAD = ("--requests", "8", "--output-tokens", "2", "--prompt-tokens", "50")
+
+
+def test_two_servers_in_turn(stagetrace: Cli, pretend: type[Pretend], tmp_path: Path) -> None:
+    one, other = (f"{sys.executable} {name} --port {{port}}" for name in ("one", "other extra"))
+    code, out, err = stagetrace("gate", "--ab", one, f"SLOWER=prefill:0.2 {other}", *LOAD, "--stores", "kept")
+    assert code == 1, (out, err)
+    assert out.splitlines()[-1].startswith("FAIL: prefill is 2") and err == "stagetrace: the runs are in kept\n"
+    assert "differs: max_num_seqs 5 against 4" in out, "two servers may differ on purpose"
+    assert [words[1] for words in pretend.started] == ["one", "other", "other", "one"] * 2 + ["one", "other"]
+    kept = sorted(path.name for path in (tmp_path / "kept").glob("*.db"))
+    assert kept[:3] == ["01-a.db", "02-b.db", "03-b.db"] and len(kept) == 10
+
+    # What was kept is judged again, and as it was.
+    files = [[str(path) for path in sorted((tmp_path / "kept").glob(f"*-{side}.db"))] for side in "ab"]
+    again = stagetrace("gate", "--baseline", *files[0], "--current", *files[1], "--allow", "max_num_seqs")
+    assert (again[0], again[1].splitlines()[-1]) == (1, out.splitlines()[-1])
+    said = stagetrace("gate", "--ab", one, other, "--stores", "kept")
+    assert said[0] == 2 and "yet to be made" in said[2]
+
+
+def test_the_same_server_twice(stagetrace: Cli, pretend: type[Pretend]) -> None:
+    same = shlex.join([sys.executable, "--port", "{port}"])
+    code, out, _ = stagetrace("gate", "--ab", same, same, *LOAD)
+    assert code == 0 and out.splitlines()[-1].startswith("PASS")
+    assert len(list(Path().glob("stagetrace-gate-*/*.db"))) == 10
+
+
+def test_requests_that_fail_are_no_measurement(stagetrace: Cli, pretend: type[Pretend]) -> None:
+    same = f"{sys.executable} --port {{port}}"
+    said = stagetrace.refused("gate", "--ab", same, f"BROKEN=1 {same}", *LOAD)
+    assert "run 2 of 10 (B): 1 of 8 requests failed (HTTP 400 BadRequestError: too long)" in said
+    assert len(pretend.started) == 2
+
+
+def test_what_is_wrong_is_said_before_anything_is_started(
+    stagetrace: Cli, pretend: type[Pretend], tmp_path: Path
+) -> None:
+    same = f"{sys.executable} --port {{port}}"
+    assert "say where it listens" in stagetrace.refused("gate", "--ab", same, sys.executable)
+    assert "not a mix" in stagetrace.refused("gate", "--ab", same, same, "--prompt-tokens", "many")
+    assert "or --ab CMD_A CMD_B" in stagetrace.refused("gate", "--ab", same, same, "--current", "x.db")
+    assert "write it as ttft_p95" in stagetrace.refused("gate", "--ab", same, same, "--budget", "fast")
+    assert not pretend.started and not os.listdir(tmp_path)
+
+
+def test_plans_are_the_load_of_both() -> None:
+    settings = Plan(concurrency=8, warmup=3).settings("http://h:1")
+    assert (settings.warmup, settings.concurrency, settings.requests, settings.rate) == (8, 8, 50, None)

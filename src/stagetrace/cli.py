@@ -116,7 +116,8 @@ def _where_else(request: str, file: Path) -> str:
 
     if request and not kept("x-request-id", request):
         return (
-            "an x-request-id is kept up to 128 printable ASCII characters: look for the response's id or the trace id"
+            "an x-request-id, and the response's id made of it, is kept up to 128 printable ASCII characters: look for "
+            "the trace id"
         )
     return f"`stagetrace stages {file} --json` lists the ids it has"
 

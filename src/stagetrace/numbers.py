@@ -68,7 +68,7 @@ def numbers(trace: Trace) -> Numbers:
             "kv_cache_utilization": spread([step.kv_usage for step in steps]),
             "queue_depth": spread([float(step.waiting) for step in steps]),
             "batch_size": spread([float(step.batch_size) for step in steps]),
-            "preemptions": sum(r.preemptions for r in trace.requests),
+            "preemptions": sum(r.preemptions for r in trace.requests) if steps or trace.requests else None,
         },
         "saturated": len(_pinned(trace, done)) > len(steps) * SATURATED,
         "stages": _stages(done),

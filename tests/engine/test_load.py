@@ -133,7 +133,7 @@ def test_the_numbers_are_the_engines_own(live: Live, client: dict[str, Any], rec
     assert queue[0] <= found["timers"]["queue_ms"]["p50"] <= found["timers"]["queue_ms"]["p99"] <= queue[-1]
     assert 0.9 < sum(stage["share"] or 0.0 for stage in found["stages"].values()) <= 1.0
     said = stagetrace("numbers", str(live.store)).stdout
-    assert "Not saturated" in said and "KV room" in said and "max_model_len" in said
+    assert "KV cache not saturated" in said and "KV room" in said and "max_model_len" in said
 
 
 def test_the_doctor_beside_a_live_server(live: Live, client: dict[str, Any]) -> None:

@@ -188,7 +188,7 @@ def test_an_id_that_no_request_can_have_here(stagetrace: Cli, tmp_path: Path, id
     path = store(tmp_path / "s.db")
     said = stagetrace.refused("stages", str(path), "--request", identifier)
     assert f"{path} has no request" in said
-    assert said.endswith("up to 128 printable ASCII characters: look for the response's id or the trace id")
+    assert said.endswith("up to 128 printable ASCII characters: look for the trace id")
 
 
 # ---------------------------------------------------------------- what can

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +126,24 @@ def test_the_saturation_signature(steps: list[StepRecord], saturated: bool) -> N
 def test_saturation_in_words(stagetrace: Cli) -> None:
     full = [StepRecord(n, 0, (n, n + 1), 4, 4, 0, 4, n, 0.99) for n in range(1, 10)]
     said = stagetrace("numbers", store(("s", [request(1, 0, 100, preemptions=3)], full)))[1]
-    assert "Saturated: the KV cache was full while requests waited in 100% of the steps" in said
+    assert "KV cache saturated: it was full while requests waited in 100% of the steps" in said
     assert "the queue 2.00 → 8.00 deep; 3 preemptions confirm it" in said
 
 
 def test_a_queue_for_slots_is_no_saturation(stagetrace: Cli) -> None:
     slots = [StepRecord(n, 0, (n, n + 1), 8, 8, 0, 8, 3, 0.2) for n in range(1, 10)]
     said = stagetrace("numbers", store(("s", [request(1, 0, 100)], slots)))[1]
-    assert "Not saturated" in said and "0% of the steps" in said
-    assert "for a batch slot, not for cache: all 8 (max_num_seqs) were taken in 100% of the steps" in said
+    assert "KV cache not saturated" in said and "0% of the steps" in said
+    assert "Batch slots saturated: requests waited for one of all 8 (max_num_seqs) in 100% of the steps" in said
+
+
+def test_figures_are_never_cut(stagetrace: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = store(("s", [request(1, 0, 9_876_543)], []))
+    wide = stagetrace("numbers", file)[1]
+    monkeypatch.setenv("COLUMNS", "30")
+    assert re.findall(r"[0-9][0-9,.]*", stagetrace("numbers", file)[1]) == re.findall(r"[0-9][0-9,.]*", wide)
+
+
+def test_a_store_without_engine_has_no_count_either(stagetrace: Cli) -> None:
+    code, said, _ = stagetrace("numbers", store(), "--json")
+    assert code == 0 and json.loads(said)["gauges"]["preemptions"] is None

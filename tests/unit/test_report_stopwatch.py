@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -117,8 +118,10 @@ def test_who_did_not_come_through() -> None:
     assert facts(aborted.stage("decode"))[0].startswith("interrupted")
     refused = Script().run(Ask(refuse="body")).records()[0]
     text = " ".join(" ".join(drawn(refused, 80)).split())
-    assert "error in http_receive (no finish reason): — prompt tokens (unknown cached) → — output tokens" in text
+    assert "error in http_receive (HTTP 400): — prompt tokens (unknown cached) → — output tokens" in text
     assert "None" not in text
+    why = replace(refused, http_status=500, error_type="RuntimeError")
+    assert "error in http_receive (HTTP 500, RuntimeError): " in " ".join(" ".join(drawn(why, 80)).split())
 
 
 def test_reference_shares_are_the_documents() -> None:

@@ -37,8 +37,7 @@ def numbers(
             typer.echo(f"stagetrace: {beside.left_out()}", err=True)
         typer.echo(json.dumps(document, allow_nan=False))
         return
-    from rich.console import Console
-
     from ..report.numbers import numbers_view
+    from ..report.terminal import terminal
 
-    Console().print(numbers_view(document, beside, str(file), sessions))
+    terminal().print(numbers_view(document, beside, str(file), sessions))

@@ -12,6 +12,10 @@ from rich.text import Text
 from ..numbers import FULL, SATURATED, Aside
 
 
+#: A gauge's unit on the terminal, and what its value in the document is multiplied by for it.
+_UNITS = {"kv_cache_utilization": ("%", 100), "queue_depth": ("requests", 1), "batch_size": ("requests", 1)}
+
+
 def context_line(context: dict[str, Any], percentile: str = "p50/p95/p99") -> str:
     """The four facts without which a latency is no measurement, and what was measured."""
     caching = {True: "on", False: "off", None: "unknown"}[context["prefix_caching"]]
@@ -33,10 +37,11 @@ def numbers_table(document: dict[str, Any]) -> RenderableType:
         table.add_row(f"{key.removesuffix('_ms')} (ms)", *(_n(values[q]) for q in ("p50", "p95", "p99")))
     for key, values in document["gauges"].items():
         if isinstance(values, dict):
-            digits = 4 if key == "kv_cache_utilization" else 2  # of a large cache, a small part
-            table.add_row(key, *(_n(values[q], digits) for q in ("p50", "p95", "p99", "max")))
+            unit, scale = _UNITS[key]
+            cells = [values[q] if values[q] is None else values[q] * scale for q in ("p50", "p95", "p99", "max")]
+            table.add_row(f"{key} ({unit})", *map(_n, cells))
         else:
-            table.add_row(key, f"{values:,}")
+            table.add_row(f"{key} (in all)", _n(values, 0))
     table.add_row("")
     table.add_row("stage (ms)")
     for number, (key, values) in enumerate(document["stages"].items(), 1):
@@ -72,19 +77,19 @@ def _saturation(document: dict[str, Any], beside: Aside) -> Iterator[str]:
             f", the queue {_n(beside.queue_from)} → {_n(beside.queue_to)} deep" if beside.queue_to is not None else ""
         )
         yield (
-            f"Saturated: the KV cache was full while requests waited in {beside.pinned:.0%} of the steps{queue}; "
+            f"KV cache saturated: it was full while requests waited in {beside.pinned:.0%} of the steps{queue}; "
             f"{confirmed}."
         )
         return
     yield (
-        f"Not saturated: the KV cache was full (≥ {FULL:.0%}, or no room for one more prompt) while requests waited "
+        f"KV cache not saturated: it was full (≥ {FULL:.0%}, or no room for one more prompt) while requests waited "
         f"in {beside.pinned:.0%} of the steps ({SATURATED:.0%} would be); {confirmed}."
     )
     if beside.no_slot > SATURATED:
         slots = document["context"]["max_num_seqs"]
         yield (
-            f"Requests queued for a batch slot, not for cache: all {slots} (max_num_seqs) were taken "
-            f"in {beside.no_slot:.0%} of the steps."
+            f"Batch slots saturated: requests waited for one of all {slots} (max_num_seqs) in {beside.no_slot:.0%} of "
+            "the steps."
         )
 
 

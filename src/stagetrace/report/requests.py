@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
 
 from ..model import SCHEMA, RequestRecord, RunRecord
 from .stopwatch import stopwatch
+from .terminal import terminal
 
 
 def print_json(records: list[RequestRecord]) -> None:
@@ -23,7 +23,7 @@ def print_json(records: list[RequestRecord]) -> None:
 
 def print_stopwatches(records: list[RequestRecord], file: Path, runs: list[RunRecord]) -> None:
     """A stopwatch each, oldest first, and once what their floors are of, or why they have none."""
-    console = Console()
+    console = terminal()
     if not records:
         console.print(f"{file} holds no requests yet")
     for record in records:

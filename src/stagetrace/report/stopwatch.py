@@ -212,11 +212,18 @@ def summary(record: RequestRecord) -> list[str]:
         f"queue {_ms(record.queue_ms)}, prefill {_ms(record.prefill_ms)}",
         f"ITL p50 {_ms(itl.get('p50'))}, p95 {_ms(itl.get('p95'))}, p99 {_ms(itl.get('p99'))}, "
         f"max {_ms(itl.get('max'))}",
-        f"{ending} ({record.finish_reason or 'no finish reason'}): {_n(record.prompt_tokens)} prompt tokens "
+        f"{ending} ({_why(record)}): {_n(record.prompt_tokens)} prompt tokens "
         f"({cached} cached) → {_n(record.output_tokens)} output tokens",
         f"coverage {covered}, unattributed {_ms(record.unattributed_ms)}{f' ({named})' if named else ''}",
         *([_energy(record.gpu)] if record.gpu else []),
     ]
+
+
+def _why(record: RequestRecord) -> str:
+    """What ended it: the finish reason, or the answer's status and the kind of error."""
+    status = f"HTTP {record.http_status}" if (record.http_status or 0) >= 400 else ""
+    kind = record.error_type if record.error_type != str(record.http_status) else ""
+    return record.finish_reason or ", ".join(filter(None, (status, kind))) or "no finish reason"
 
 
 def _energy(share: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from ..numbers import FULL, SATURATED, Aside
 
-
 #: A gauge's unit on the terminal, and what its value in the document is multiplied by for it.
 _UNITS = {"kv_cache_utilization": ("%", 100), "queue_depth": ("requests", 1), "batch_size": ("requests", 1)}
 

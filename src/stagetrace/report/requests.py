@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-
 from ..model import SCHEMA, RequestRecord, RunRecord
 from .stopwatch import stopwatch
 from .terminal import terminal

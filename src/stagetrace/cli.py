@@ -126,7 +126,10 @@ def _where_else(request: str, file: Path) -> str:
 def export(
     file: StoreArgument = DEFAULT_STORE,
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="Such as otlp-json.")] = "otlp-json",
-    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="OUT", help="The file to write.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", "--out", metavar="OUT", help="The file to write (required); - is stdout."),
+    ] = None,
 ) -> None:
     """Write the requests of a store in a format that other tools read."""
     from .export import export as write

@@ -90,6 +90,18 @@ def test_nothing_changed(stagetrace: Cli, stores: Callable[..., Any]) -> None:
         assert fact in out
 
 
+def test_a_file_on_stdout_is_alone_there(stagetrace: Cli, stores: Callable[..., Any]) -> None:
+    before, after = stores()
+    code, base, err = stagetrace("baseline", *before, "-o", "-")
+    assert code == 0 and len(json.loads(base)["runs"]) == 5 and "5 runs with 60 requests in -" in err
+    sides = ("gate", "--baseline", *before, "--current", *after)
+    code, out, err = stagetrace(*sides, "--junit", "-")
+    assert code == 0 and ElementTree.fromstring(out).tag == "testsuite" and err.splitlines()[-1].startswith("PASS: ")
+    code, out, err = stagetrace(*sides, "--markdown", "/dev/fd/1")
+    assert code == 0 and out.startswith("### stagetrace gate") and "PASS: " in err
+    assert "--junit and --json" in stagetrace.refused(*sides, "--junit", "-", "--json")
+
+
 def test_a_slower_stage_is_named(stagetrace: Cli, stores: Callable[..., Any], tmp_path: Path) -> None:
     before, after = stores({"prefill": 0.25, "prefill_ms": 0.25, "ttft_ms": 0.17})
     base = str(tmp_path / "base.json")

@@ -355,6 +355,12 @@ def test_an_older_client_file_is_replaced(stagetrace: Cli, server: Start) -> Non
     assert [path.name for path in Path().iterdir()] == ["client.json"]
 
 
+def test_the_client_file_on_stdout_is_alone_there(stagetrace: Cli, server: Start) -> None:
+    code, out, err = stagetrace("load", "--url", server().url, "--requests", "1", "-o", "-")
+    assert code == 0 and len(json.loads(out)["requests"]) == 1
+    assert "The client's side" in err and "1 requests in -" in err and not list(Path().iterdir())
+
+
 def test_ctrl_c_keeps_what_was_done(server: Start, tmp_path: Path) -> None:
     fake = server(pause_s=0.02)
     command = [

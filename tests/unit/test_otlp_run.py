@@ -230,9 +230,34 @@ def test_what_cannot_be_exported_is_refused_and_nothing_overwritten(
     assert (tmp_path / "o").read_text() == "keep" and (tmp_path / "s.db").read_bytes() == before
 
 
-def test_a_pipe_is_written_as_it_is(tmp_path: Path) -> None:
-    done = export(stored(tmp_path / "s.db"), "-o", "/dev/stdout")
-    assert done.returncode == 0 and len(done.stdout.splitlines()) == 5
+@pytest.mark.parametrize("out", ["-", "out/stdout", "/dev/fd/1"])
+def test_what_leads_to_stdout_is_written_there_and_stays(out: str, tmp_path: Path) -> None:
+    store = stored(tmp_path / "s.db")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "stdout").symlink_to("/proc/self/fd/1")  # as /dev/stdout
+    done = export(store, "-o", out)
+    assert (done.returncode, done.stderr) == (0, f"5 requests in {out}\n")
+    assert len(done.stdout.splitlines()) == 5 and all(map(json.loads, done.stdout.splitlines()))
+    with open(tmp_path / "log", "w+b") as log:
+        log.write(b"before\n")
+        log.flush()
+        command = [*STAGETRACE, "export", str(store), "-o", out]
+        assert subprocess.run(command, stdout=log, stderr=subprocess.PIPE, timeout=DEADLINE_S).returncode == 0
+    assert [line[:6] for line in (tmp_path / "log").read_text().splitlines()] == ["before"] + ['{"reso'] * 5
+    assert (tmp_path / "out" / "stdout").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "base") == ["log", "out", "s.db"]
+
+
+def test_a_link_is_followed_and_a_descriptor_written(tmp_path: Path) -> None:
+    store = stored(tmp_path / "s.db")
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to("target")
+    assert export(store, "--output", tmp_path / "link").returncode == 0
+    assert (tmp_path / "link").is_symlink() and len((tmp_path / "target").read_text().splitlines()) == 5
+    with open(tmp_path / "third", "wb") as third:
+        command = [*STAGETRACE, "export", str(store), "-o", f"/dev/fd/{third.fileno()}"]
+        assert subprocess.run(command, pass_fds=[third.fileno()], timeout=DEADLINE_S).returncode == 0
+    assert len((tmp_path / "third").read_text().splitlines()) == 5
 
 
 def test_a_variable_that_others_read_too_keeps_no_server_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Stores, each with one load or several.")]
-Out = Annotated[Path | None, typer.Option("-o", "--out", metavar="BASE.json", help="The file to write.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", "--out", metavar="BASE.json", help="The file to write (required); - is stdout."),
+]
 
 
 def baseline(files: Files, out: Out = None) -> None:
@@ -25,4 +28,5 @@ def baseline(files: Files, out: Out = None) -> None:
     runs = [run for file in files for run in read_runs(file)]
     write_baseline(runs, out)
     requests = sum(len(run.requests) for run in runs)
-    typer.echo(f"{len(runs)} runs with {requests} requests in {out} ({out.stat().st_size / 1024:,.0f} KiB)", err=True)
+    size = f" ({out.stat().st_size / 1024:,.0f} KiB)" if out.is_file() else ""
+    typer.echo(f"{len(runs)} runs with {requests} requests in {out}{size}", err=True)

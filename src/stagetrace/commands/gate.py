@@ -53,8 +53,8 @@ Allow = Annotated[list[str], typer.Option(metavar="FIELD", help="Compare althoug
 Policy = Annotated[str, typer.Option("--inconclusive", metavar="pass|fail", help="Exit 0 or 1 instead of 3.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Which stage carried the change, and which requests show it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document.")]
-Junit = Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML there, too.")]
-Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Append a summary in Markdown there.")]
+Junit = Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML there, too; - is stdout.")]
+Markdown = Annotated[Path | None, typer.Option(metavar="FILE", help="Append a summary in Markdown there; - is stdout.")]
 
 
 class GateCommand(TyperCommand):
@@ -112,6 +112,8 @@ def gate(
     if (ab is None) == (not baseline and not current) or (ab is None and not (baseline and current)):
         raise Fault("gate: name either --baseline FILE... and --current FILE..., or --ab CMD_A CMD_B")
 
+    aside = _on_stdout(junit, markdown, as_json)
+
     def told() -> int:
         wishes = _wishes(config, list(budget))
         sides = (
@@ -121,7 +123,7 @@ def gate(
                 ab, (runs, requests, concurrency, prompt_tokens, output_tokens, seed), stores, (*wishes.allow, *allow)
             )
         )
-        return _judged(sides, wishes, POLICIES[inconclusive], explain, as_json, junit, markdown)
+        return _judged(sides, wishes, POLICIES[inconclusive], explain, as_json, junit, markdown, aside)
 
     raise typer.Exit(guarded(told))
 
@@ -191,31 +193,48 @@ def _judged(
     as_json: bool,
     junit: Path | None,
     markdown: Path | None,
+    aside: bool,
 ) -> int:
     from ..gate.compare import compare
 
     report = compare(sides, wishes)
     code = undecided if report.verdict == "INCONCLUSIVE" else CODES[report.verdict]
     _written(report, code, junit, markdown)
-    _shown(report, code, explain, as_json)
+    _shown(report, code, explain, as_json, aside)
     return code
 
 
 def _written(report: Report, code: int, junit: Path | None, markdown: Path | None) -> None:
     from ..gate import output
+    from ..outfile import writing
 
-    for path, mode, text in (
-        (junit, "w", output.junit(report, fatal=code != 0)), (markdown, "a", output.markdown(report))
+    for path, append, text in (
+        (junit, False, output.junit(report, fatal=code != 0)), (markdown, True, output.markdown(report))
     ):  # fmt: skip
         if path is not None:
             try:
-                with open(path, mode, encoding="utf-8") as file:
+                with writing(path, 0o644, append=append) as file:
                     file.write(text)
+            except BrokenPipeError:
+                continue  # a reader who has seen enough does not change the verdict
             except OSError as error:
                 raise Fault(f"{path}: {error.strerror}") from None
 
 
-def _shown(report: Report, code: int, explain: bool, as_json: bool) -> None:
+def _on_stdout(junit: Path | None, markdown: Path | None, as_json: bool) -> bool:
+    """Whether a file is to be on stdout, where then nothing else belongs. Fault where two things are."""
+    from ..outfile import to_stdout
+
+    try:
+        there = [name for name, path in (("--junit", junit), ("--markdown", markdown)) if path and to_stdout(path)]
+    except OSError as error:
+        raise Fault(f"{junit or markdown}: {error.strerror}") from None
+    if len(there) + as_json > 1:
+        raise Fault(f"{' and '.join([*there, *['--json'] * as_json])}: only one of them can be on stdout")
+    return bool(there)
+
+
+def _shown(report: Report, code: int, explain: bool, as_json: bool, aside: bool) -> None:
     """Print; a reader who has seen enough does not change the verdict."""
     from rich.console import Console
 
@@ -226,7 +245,7 @@ def _shown(report: Report, code: int, explain: bool, as_json: bool) -> None:
         if as_json:
             typer.echo(json.dumps(document(report, code), allow_nan=False))
         else:
-            Console().print(gate_view(report, explain), highlight=False, soft_wrap=True)
+            Console(stderr=aside).print(gate_view(report, explain), highlight=False, soft_wrap=True)
         sys.stdout.flush()
     except BrokenPipeError:
         with suppress(OSError):

@@ -28,7 +28,10 @@ Stream = Annotated[bool, typer.Option("--stream/--no-stream", help="Ask for the 
 Completions = Annotated[bool, typer.Option("--completions", help="/v1/completions instead of chat.")]
 Sampled = Annotated[bool, typer.Option("--sampled/--unsampled", help="The flag in each request's traceparent.")]
 Timeout = Annotated[float, typer.Option(metavar="S", min=0.001, help="Give a request up after this long.")]
-Out = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="The client's own clock, as JSON.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", "--out", metavar="FILE", help="The client's own clock, as JSON; - is stdout."),
+]
 
 
 def load(
@@ -90,11 +93,13 @@ def _report(settings: Settings, outcome: Outcome) -> int:
     from rich.console import Console
 
     from ..loadgen.summary import document, write
+    from ..outfile import to_stdout
     from ..report.load import load_view
 
     failed = [exchange for exchange in outcome.exchanges if not exchange.ok]
-    Console().print(load_view(document(settings, outcome), next((e.said for e in failed if e.said), "")))
+    aside = settings.output is not None and to_stdout(settings.output)
+    Console(stderr=aside).print(load_view(document(settings, outcome), next((e.said for e in failed if e.said), "")))
     if settings.output is not None:
         write(settings.output, settings, outcome)
-        typer.echo(f"{len(outcome.exchanges)} requests in {settings.output}")
+        typer.echo(f"{len(outcome.exchanges)} requests in {settings.output}", err=aside)
     return 130 if outcome.interrupted else 1 if failed else 0

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from .. import outfile
 from ..faults import Fault
 from .measures import BY_KEY, MEASURES
 from .runs import Request, Run, runs_of_store
@@ -24,14 +23,13 @@ _SQLITE = b"SQLite format 3\0"
 
 def write_baseline(runs: list[Run], path: Path) -> None:
     """Write the runs, whole or not at all. Fault where something else lies there."""
-    if path.exists() and not _is_baseline(path):
-        raise Fault(f"-o {path}: there is something else, which is not overwritten; name another file")
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with open(descriptor, "w", encoding="utf-8") as file:
+        if (there := outfile.replaced(path)) and not _is_baseline(there):
+            raise Fault(f"-o {path}: there is something else, which is not overwritten; name another file")
+        with outfile.writing(path, 0o644) as file:  # it is to be committed, and holds times and settings only
             file.write(render(runs))
-        os.chmod(name, 0o644)  # it is to be committed, and holds times and settings only
-        os.replace(name, path)
+    except BrokenPipeError:
+        raise  # whoever reads has enough
     except OSError as error:
         raise Fault(f"-o {path}: {error.strerror}") from None
 

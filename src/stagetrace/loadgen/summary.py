@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .. import outfile
 from ..faults import Fault
 from ..stats import quantiles
 from .run import Outcome
@@ -74,17 +74,14 @@ def document(settings: Settings, outcome: Outcome) -> dict[str, Any]:
 
 def check_output(path: Path) -> None:
     """Fault, before anything is sent, if the client file could not be written there, or something else is there."""
-    folder = path.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise Fault(f"-o {path}: {folder} is no directory that can be written")
-    if not path.exists() and not path.is_symlink():
-        return
     try:
-        with open(path, "rb") as file:
-            ours = path.is_file() and file.read(len(_HEAD)) == _HEAD.encode()
-    except OSError:
-        ours = False
-    if not ours:
+        folder, there = outfile.folder(path), outfile.replaced(path)
+        if folder and not (folder.is_dir() and os.access(folder, os.W_OK)):
+            raise Fault(f"-o {path}: {folder} is no directory that can be written")
+        ours = there is None or there.read_bytes()[: len(_HEAD)] == _HEAD.encode()
+    except OSError as error:
+        raise Fault(f"-o {path}: {error.strerror}; name another file") from None
+    if not ours or path.is_dir():
         raise Fault(f"-o {path}: there is something else, which is not overwritten; name another file")
 
 
@@ -92,9 +89,9 @@ def write(path: Path, settings: Settings, outcome: Outcome) -> None:
     """Write the client file, whole or not at all."""
     text = json.dumps(document(settings, outcome), allow_nan=False)
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with open(descriptor, "w", encoding="utf-8") as file:
+        with outfile.writing(path) as file:
             file.write(text + "\n")
-        os.replace(name, path)
+    except BrokenPipeError:
+        raise  # whoever reads has enough
     except OSError as error:
         raise Fault(f"-o {path}: {error.strerror}") from None

@@ -85,11 +85,11 @@ def test_where_the_driver_keeps_finer_ones_a_shorter_window_has_those() -> None:
 
 
 def test_what_is_asked_for_more_rarely_is_not_taken_for_newer_than_it_is() -> None:
-    made = [each._replace(whole=index % 3 == 0) for index, each in enumerate(readings())]
+    made = [each._replace(whole=index % 2 == 0) for index, each in enumerate(readings())]
     seen = history(made)
-    found = seen.over((MS, MS + 2 * PERIOD))
+    found = seen.over((MS, MS + PERIOD + MS))
     assert found["power_w"] and found["utilization"] and found["memory_used_bytes"] is None
-    assert seen.over((MS, MS + 3 * PERIOD))["memory_used_bytes"] == {"mean": 60e9, "max": 60_000_000_000}
+    assert seen.over((MS, MS + 2 * PERIOD))["memory_used_bytes"] == {"mean": 60e9, "max": 60_000_000_000}
 
 
 def test_what_a_card_does_not_say_is_null() -> None:

@@ -67,7 +67,7 @@ class Assembler:
         for root in list(self.book.roots.values()):
             gone = not self._alive(root.pid) or self._lost(root, now)
             if closing or self._settled(root, now, gone):
-                done += self.records(root, dead=gone)
+                done += self.records(root, dead=gone, over=True)
                 self.book.forget(root, name_of(root))
         return done
 
@@ -90,12 +90,15 @@ class Assembler:
             each.status, each.error_type = "in_flight", None
         return found
 
-    def records(self, root: Root, dead: bool) -> list[RequestRecord]:
-        """One record per sequence of ``root``; one for the call itself if it never became a sequence."""
+    def records(self, root: Root, dead: bool, over: bool = False) -> list[RequestRecord]:
+        """One record per sequence of ``root``; one for the call itself if it never became a sequence.
+
+        Only what is ``over`` has the cards' counters: to look at them again and again for everybody would take long.
+        """
         cases = [Case.of(self.book, self.periods, root, sequence, dead) for sequence in root.sequences or (None,)]
         anchor = self.anchors.get(root.pid, (0, 0))
         made = [record(case, anchor, self._alive, self.floors) for case in cases]
-        if self.gpu:
+        if self.gpu and over:
             for each, case in zip(made, cases, strict=True):
                 self.gpu.put(each, root.started, case.sequence)
         return made

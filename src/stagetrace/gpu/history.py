@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ SUMMED = frozenset(("memory_used_bytes", "power_w"))
 #: Of a window, so much has to be covered by samples; a longer pause between two is a hole.
 COVERED = 0.9
 HOLE = 2.5
+_UNKNOWN = -math.inf
 Span = tuple[int, int]
 
 
@@ -35,37 +36,54 @@ class Over(NamedTuple):
     covered: float
 
 
-@dataclass
 class Series:
     """A counter over time. Each value stands for the time since the one before: drivers look back, too."""
 
-    times: list[int] = field(default_factory=list)
-    values: list[float | None] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.times: list[int] = []
+        #: What each value stands for, ns; values, least where unknown; and, up to each, sums of time known and of area.
+        self._spans: list[int] = []
+        self._values: list[float] = []
+        self._known: list[int] = []
+        self._area: list[float] = []
 
-    def add(self, time: int, value: float | None) -> None:
-        """Append; what is not newer is not taken."""
-        if not self.times or time > self.times[-1]:
-            self.times.append(time)
-            self.values.append(value)
+    def add(self, time: int, value: float | None, period: int) -> None:
+        """Append; what is not newer is not taken. ``period`` is the usual time between two."""
+        gap = time - self.times[-1] if self.times else period
+        if gap <= 0 and self.times:
+            return
+        span = gap if gap <= HOLE * period else period
+        self.times.append(time)
+        self._spans.append(span)
+        self._values.append(_UNKNOWN if value is None else value)
+        self._known.append((self._known[-1] if self._known else 0) + (0 if value is None else span))
+        self._area.append((self._area[-1] if self._area else 0.0) + (0.0 if value is None else value * span))
 
-    def over(self, window: Span, period: int) -> Over | None:
-        """Of ``window``; None where nothing is known of any part of it. ``period`` is the usual time between two."""
+    def over(self, window: Span) -> Over | None:
+        """Of ``window``; None where nothing is known of any part of it."""
         low, high = window
-        area = weight = 0.0
-        most: float | None = None
-        for index in range(bisect_right(self.times, low), min(bisect_left(self.times, high) + 1, len(self.times))):
-            end, value = self.times[index], self.values[index]
-            since = self.times[index - 1] if index and end - self.times[index - 1] <= HOLE * period else end - period
-            part = min(end, high) - max(since, low)
-            if value is not None and part > 0:
-                area, weight = area + value * part, weight + part
-                most = value if most is None else max(most, value)
-        return None if most is None else Over(area / weight, most, weight / (high - low))
+        first, last = bisect_right(self.times, low), min(bisect_left(self.times, high), len(self.times) - 1)
+        if last >= first and self.times[last] - self._spans[last] >= high:
+            last -= 1
+        if last < first:
+            return None
+        known, area = self._known[last], self._area[last]
+        if first:
+            known, area = known - self._known[first - 1], area - self._area[first - 1]
+        # What of the first and the last one lies outside.
+        for at, beyond in (
+            (first, low - (self.times[first] - self._spans[first])), (last, self.times[last] - high)
+        ):  # fmt: skip
+            if beyond > 0 and self._values[at] != _UNKNOWN:
+                known, area = known - beyond, area - beyond * self._values[at]
+        most = max(self._values[first : last + 1])
+        return None if known <= 0 or most == _UNKNOWN else Over(area / known, most, known / (high - low))
 
     def drop(self, before: int) -> None:
         """Forget what no window from ``before`` on can need."""
         at = max(bisect_left(self.times, before) - 1, 0)
-        del self.times[:at], self.values[:at]
+        for each in (self.times, self._spans, self._values, self._known, self._area):
+            del each[:at]
 
 
 class Track:
@@ -76,9 +94,9 @@ class Track:
         self.name = sample.name
         self.samples: list[GpuSample] = []
         self.times: list[int] = []
-        #: Joules up to each sample, and those before which they are not known.
+        #: Up to each sample, the joules, and how many before it did not know theirs.
         self._total: list[float] = []
-        self._unknown: list[int] = []
+        self._blind: list[int] = []
         #: By counter, and what its values are usually apart where that is not the time between two samples: some are
         #: asked for more rarely, and the driver may keep the power in finer steps.
         self._series: dict[str, Series] = {}
@@ -86,48 +104,48 @@ class Track:
         self._kept = Series()
         self.gone = False
 
-    def add(self, reading: Reading) -> None:
-        """Note a reading."""
+    def add(self, reading: Reading, period: int) -> None:
+        """Note a reading; ``period`` is the time between two as it is at present."""
         sample = reading.sample
         if self.times and sample.t_ns <= self.times[-1]:
             return
-        if sample.energy_j is None:
-            self._unknown.append(sample.t_ns)
+        self._blind.append((self._blind[-1] if self._blind else 0) + (sample.energy_j is None))
         self._total.append((self._total[-1] if self._total else 0.0) + (sample.energy_j or 0.0))
         self.times.append(sample.t_ns)
         self.samples.append(sample)
         for counter in (*COUNTERS, *EXTRA):
             if reading.whole or counter not in STATE:
-                self._note(counter, sample)
-        for time, watts in reading.power:
-            self._kept.add(time, watts)
+                self._note(counter, sample, period)
         if len(reading.power) > 2:
             self._steps["power_w"] = int(median(b[0] - a[0] for a, b in pairwise(reading.power)))
             self._series["power_w"] = self._kept
+        for time, watts in reading.power:
+            self._kept.add(time, watts, self._steps.get("power_w", period))
+
+    def finest(self, period: int) -> int:
+        """The shortest time that any of its counters can resolve."""
+        return min(period, self._steps.get("power_w", period))
 
     def series(self, counter: str, period: int) -> tuple[Series, int]:
         """The finest there is of a counter, and the usual time between two of its values."""
         return self._series.get(counter) or Series(), self._steps.get(counter, period)
 
-    def _note(self, counter: str, sample: GpuSample) -> None:
+    def _note(self, counter: str, sample: GpuSample, period: int) -> None:
         series = self._series.setdefault(counter, Series())
         if series is self._kept:
             return
         if counter in STATE and series.times:
-            self._steps[counter] = sample.t_ns - series.times[-1]
-        series.add(sample.t_ns, getattr(sample, counter))
+            self._steps[counter] = min(sample.t_ns - series.times[-1], 2 * period)  # more is a pause
+        series.add(sample.t_ns, getattr(sample, counter), self._steps.get(counter, period))
 
     def joules(self, window: Span) -> float | None:
         """Energy used in ``window``: within a sampling period it is spread evenly. None where it is not known."""
         if len(self.times) < 2 or window[0] < self.times[0] or window[1] > self.times[-1]:
             return None
-        if any(window[0] < time and self._before(time) < window[1] for time in self._unknown):
+        first, last = bisect_right(self.times, window[0]) - 1, bisect_left(self.times, window[1])
+        if self._blind[last] > self._blind[first]:
             return None
         return self._at(window[1]) - self._at(window[0])
-
-    def _before(self, time: int) -> int:
-        at = bisect_left(self.times, time)
-        return self.times[at - 1] if at else time
 
     def _at(self, time: int) -> float:
         """Joules up to ``time``, which lies between the first and the last sample."""
@@ -141,8 +159,7 @@ class Track:
     def drop(self, before: int) -> None:
         """Forget what no window from ``before`` on can need."""
         at = max(bisect_left(self.times, before) - 1, 0)
-        del self.times[:at], self.samples[:at], self._total[:at]
-        self._unknown = [time for time in self._unknown if time > before]
+        del self.times[:at], self.samples[:at], self._total[:at], self._blind[:at]
         for series in (*self._series.values(), self._kept):
             series.drop(before)
 
@@ -158,7 +175,7 @@ class History:
         """Note what the sampler has read."""
         for reading in readings:
             sample = reading.sample
-            self.tracks.setdefault(sample.card, Track(sample)).add(reading)
+            self.tracks.setdefault(sample.card, Track(sample)).add(reading, self.period_ns)
 
     def reached(self, time: int) -> bool:
         """Whether every card that still answers has been asked at ``time`` or later."""
@@ -178,7 +195,7 @@ class History:
         tracks = self._of(cards)
         if not tracks:
             return {"window": "none"}
-        if window[1] - window[0] < min(self._shortest(track) for track in tracks):
+        if window[1] - window[0] < min(track.finest(self.period_ns) for track in tracks):
             return {"window": "shorter_than_sample"}
         known: dict[str, list[Over]] = {}
         for counter in (*COUNTERS, *EXTRA):
@@ -216,13 +233,9 @@ class History:
         wanted = self.tracks if cards is None else cards
         return [self.tracks[card] for card in wanted if card in self.tracks]
 
-    def _shortest(self, track: Track) -> int:
-        """The finest time that any counter of the card can resolve."""
-        return min(track.series(counter, self.period_ns)[1] for counter in COUNTERS)
-
     def _one(self, track: Track, counter: str, window: Span) -> Over | None:
         series, period = track.series(counter, self.period_ns)
-        return series.over(window, period) if window[1] - window[0] >= period else None
+        return series.over(window) if window[1] - window[0] >= period else None
 
 
 def _together(counter: str, overs: list[Over], cards: int) -> dict[str, float] | None:

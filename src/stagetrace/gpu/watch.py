@@ -79,11 +79,11 @@ class Watch:
         sampler, samples = self._sampler, []
         if sampler is None:
             return []
+        self.history.period_ns = int(sampler.interval_s * 1e9)
         while sampler.readings:
             reading = sampler.readings.popleft()
             self.history.add([reading])
             samples.append(reading.sample)
-        self.history.period_ns = int(sampler.interval_s * 1e9)
         for card, track in self.history.tracks.items():
             track.gone = card not in sampler.cards
         asked = sampler.asked_at

@@ -139,7 +139,7 @@ def test_what_is_old_is_forgotten_and_what_is_needed_is_not() -> None:
 
 def joined(script: Script, seen: History, cards: Sequence[str] = ("GPU-0",)) -> tuple[Assembler, list[RequestRecord]]:
     assembler = script.assembler()
-    assembler.gpu = Join(assembler.book, seen, lambda engine: list(cards))
+    assembler.gpu = Join(assembler.book, seen, lambda engine: list(cards), print)
     for mark, pid in script.read():
         assembler.take(mark, pid)
     return assembler, script.settle(assembler)
@@ -224,7 +224,7 @@ def test_a_call_waits_for_the_samples_up_to_its_end_but_not_for_ever() -> None:
     for until, waits in ((S // 100, 2), (10 * S, 0)):
         assembler = script.assembler()
         seen = history(readings(until=until))
-        assembler.gpu = Join(assembler.book, seen, lambda engine: ["GPU-0"])
+        assembler.gpu = Join(assembler.book, seen, lambda engine: ["GPU-0"], print)
         for mark, pid in script.read():
             assembler.take(mark, pid)
         assembler.steps()
@@ -236,6 +236,23 @@ def test_a_call_waits_for_the_samples_up_to_its_end_but_not_for_ever() -> None:
             assert record.stage("decode").attributes["gpu"] == {"window": "none"}
     seen.tracks["GPU-0"].gone = True
     assert seen.reached(1 << 62), "a card that is lost is not waited for"
+
+
+def test_a_fault_of_ours_costs_the_counters_and_no_record() -> None:
+    said: list[str] = []
+
+    def faulty(engine: int | None) -> list[str]:
+        raise ZeroDivisionError("a fault")
+
+    script = Script().run(Ask(), Ask(at=MS))
+    assembler = script.assembler()
+    assembler.gpu = Join(assembler.book, history(readings()), faulty, said.append)
+    for mark, pid in script.read():
+        assembler.take(mark, pid)
+    records = script.settle(assembler)
+    check_all(records)
+    assert len(records) == 2 and [r.gpu for r in records] == [None, None]
+    assert said == ["GPU counters are not joined any more (ZeroDivisionError: a fault); recording goes on"]
 
 
 # ---------------------------------------------------------------- which cards, and whose
@@ -296,7 +313,7 @@ def cards_of(watch: Watch, of: Book, engine: int) -> list[str]:
 
 def test_several_ranks_and_engines_have_their_own_cards(fake: None) -> None:
     reports = [f"{engine} {rank} GPU-{engine}{rank} A card" for engine in (0, 1) for rank in (0, 1)]
-    of = book(*reports, engines={700: 50, 701: 52})
+    of = book(*reports, "half a", engines={700: 50, 701: 52})
     watch, said, samples = watched(of)
     assert {s.card for s in samples} == {"GPU-00", "GPU-01", "GPU-10", "GPU-11"} and not said
     assert cards_of(watch, of, 700) == ["GPU-00", "GPU-01"] and cards_of(watch, of, 701) == ["GPU-10", "GPU-11"]
@@ -336,12 +353,12 @@ def test_a_worker_that_cannot_name_its_card_is_said_once() -> None:
     assert said == [f"no GPU counters: no worker has said which card is its own; name it: {CARDS_ENV}=GPU-..."]
 
 
-@pytest.mark.parametrize("text", ["5", "-1", "fast", "nan"])
+@pytest.mark.parametrize("text", ["5", "-1", "0.5", "fast", "nan"])
 def test_a_rate_that_is_none_is_said(text: str) -> None:
     said: list[str] = []
     assert Watch(said.append, {HZ_ENV: text})._hz == 2.0
-    assert said == [f"{HZ_ENV}={text}: give a number from 0 (never) to 4; 2 is used"]
-    assert Watch(said.append, {HZ_ENV: "0.5"})._hz == 0.5 and len(said) == 1
+    assert said == [f"{HZ_ENV}={text}: give a number from 1 to 4, or 0 for never; 2 is used"]
+    assert Watch(said.append, {HZ_ENV: "1.5"})._hz == 1.5 and len(said) == 1
 
 
 def test_a_driver_that_hangs_is_said_once_and_takes_its_values_away(fake: None) -> None:

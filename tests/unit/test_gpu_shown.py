@@ -14,11 +14,12 @@ from opentelemetry.sdk.resources import Resource
 from rich.console import Console
 
 from stagetrace import marks, session
+from stagetrace.assemble.book import Book
 from stagetrace.collect.loop import Collector
 from stagetrace.gpu import sampler as sampling
 from stagetrace.gpu.watch import CARDS_ENV, Watch
 from stagetrace.live import server
-from stagetrace.model import RequestRecord, RunRecord
+from stagetrace.model import GpuSample, RequestRecord, RunRecord
 from stagetrace.recorder import Recorder
 from stagetrace.report.stopwatch import stopwatch
 from stagetrace.store import StoreWriter
@@ -125,3 +126,18 @@ def test_the_doctor_says_what_a_running_server_samples(directory: Path, monkeypa
     (directory / session.GPU).write_text("[]")
     assert server(directory).gpu == []
     collector.close()
+
+
+def test_a_fault_of_the_watch_ends_the_counters_only(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Faulty(Watch):
+        def poll(self, book: Book) -> list[GpuSample]:
+            raise ZeroDivisionError("a fault")
+
+    recorder, collector = Recorder(directory), Collector(directory, [], gpu=Faulty(print, {}))
+    for number in range(3):
+        recorder.text(marks.ENGINE, 0, f"engine=paper{number}")
+        assert collector.poll() == 1
+    collector.close()
+    assert [r.getMessage() for r in caplog.records] == [
+        "stagetrace: GPU counters have ended (ZeroDivisionError: a fault)"
+    ]

@@ -125,7 +125,12 @@ class Collector:
         """What the cards have said meanwhile."""
         if self.gpu is None:
             return []
-        samples = self.gpu.poll(self.assembler.book)
+        try:
+            samples = self.gpu.poll(self.assembler.book)
+        except Exception as error:  # a fault of ours must cost no more than the counters
+            log.warning("stagetrace: GPU counters have ended (%s: %s)", type(error).__name__, error)
+            self.gpu = self.assembler.gpu = None
+            return []
         self.assembler.gpu = self.gpu.join
         if hurry:
             self.gpu.hurry()

@@ -18,7 +18,11 @@ Span = tuple[int, int]
 class Join:
     """``cards_of`` says which cards an engine computes on: none where that is not known."""
 
-    def __init__(self, book: Book, history: History, cards_of: Callable[[int | None], list[str]]) -> None:
+    def __init__(
+        self, book: Book, history: History, cards_of: Callable[[int | None], list[str]], say: Callable[[str], None]
+    ) -> None:
+        self._say = say
+        self._off = False
         self._book = book
         self._history = history
         self._cards_of = cards_of
@@ -26,9 +30,19 @@ class Join:
         self._known: dict[int, float | None] = {}
 
     def put(self, made: RequestRecord, started: int, sequence: Sequence | None) -> None:
-        """Add to a record whose call began at ``started`` (monotonic ns); nothing where no card is sampled."""
-        if not self._history.tracks:
+        """Add to a record whose call began at ``started`` (monotonic ns); nothing where no card is sampled.
+
+        A fault of ours costs the counters, said once, and not the record.
+        """
+        if not self._history.tracks or self._off:
             return
+        try:
+            self._put(made, started, sequence)
+        except Exception as error:
+            self._off = True
+            self._say(f"GPU counters are not joined any more ({type(error).__name__}: {error}); recording goes on")
+
+    def _put(self, made: RequestRecord, started: int, sequence: Sequence | None) -> None:
         cards = self._cards_of(made.engine)
         if not cards:
             return

@@ -12,7 +12,7 @@ from statistics import median_low
 from .nvml import Card, Driver, GpuFault, Lost, Reading
 
 #: The driver averages its figures over a sixth of a second to a second: looking more often shows the same ones again.
-MOST_HZ = 4.0
+LEAST_HZ, MOST_HZ = 1.0, 4.0
 #: One look takes at most so much of the time until the next.
 SHARE = 0.1
 SLOWEST_S = 10.0

@@ -11,11 +11,11 @@ from ..model import GpuSample
 from .history import History
 from .join import Join
 from .nvml import silence
-from .sampler import MOST_HZ, Sampler, Say
+from .sampler import LEAST_HZ, MOST_HZ, Sampler, Say
 
 #: Names the cards, as ``CUDA_VISIBLE_DEVICES`` would, for engines whose workers cannot.
 CARDS_ENV = "STAGETRACE_GPU_UUIDS"
-#: How often they are asked, in Hz; 0: never.
+#: How often they are asked, in Hz, from 1 to 4; 0: never.
 HZ_ENV = "STAGETRACE_GPU_HZ"
 #: Of what it costs, half of the most that is of any use: figures that the driver has averaged over up to a second.
 USUAL_HZ = 2.0
@@ -34,7 +34,7 @@ class Watch:
         self._named = [name.strip() for name in environment.get(CARDS_ENV, "").split(",") if name.strip()]
         self._hz = self._rate(environment.get(HZ_ENV, ""))
         self._sampler: Sampler | None = None
-        #: What workers have said: card by rank, by engine number as they count them; and that number by process.
+        #: The cards that workers have named, by process.
         self._reported: dict[int, str] = {}
         self._hung = self._puzzled = False
 
@@ -43,7 +43,7 @@ class Watch:
         if self._hz <= 0:
             return []
         if self.join is None:
-            self.join = Join(book, self.history, lambda engine: self._cards_of(book, engine))
+            self.join = Join(book, self.history, lambda engine: self._cards_of(book, engine), self._say)
         if fresh := self._fresh(book):
             if self._sampler is None:
                 self._sampler = Sampler(self._hz, self._say)
@@ -84,10 +84,11 @@ class Watch:
             reading = sampler.readings.popleft()
             self.history.add([reading])
             samples.append(reading.sample)
-        for card, track in self.history.tracks.items():
-            track.gone = card not in sampler.cards
         asked = sampler.asked_at
-        if asked is not None and time.monotonic() - asked > HUNG_S and not self._hung:
+        hangs = asked is not None and time.monotonic() - asked > HUNG_S
+        for card, track in self.history.tracks.items():
+            track.gone = hangs or card not in sampler.cards
+        if hangs and not self._hung:
             self._hung = True
             self._say(f"the GPU driver has not answered for {HUNG_S:.0f} s: no GPU counters until it does")
             samples += [silence(track.card, track.name) for track in self.history.tracks.values()]
@@ -100,8 +101,7 @@ class Watch:
         if self._named:
             return [] if self._sampler else self._named
         found = []
-        for pid, text in book.gpus.items():
-            card = text.split(" ", 3)[2]
+        for pid, (_, card) in _reports(book).items():
             if card != "-" and self._reported.get(pid) != card:
                 self._reported[pid] = card
                 found.append(card)
@@ -115,14 +115,14 @@ class Watch:
         tracks = self.history.tracks
         if self._named:
             return list(tracks) if len(book.last_step) < 2 else []
-        said = {pid: text.split(" ", 3) for pid, text in book.gpus.items()}
         if engine is None:
             return []
+        said = _reports(book)
         own = next((said[pid][0] for pid in book.workers.get(engine, ()) if pid in said), None)
-        if own is None and len({words[0] for words in said.values()}) == 1:
+        if own is None and len({number for number, _ in said.values()}) == 1:
             own = next(iter(said.values()))[0]
         ids = self._sampler.ids if self._sampler else {}
-        mine = (ids.get(words[2], "") for words in said.values() if words[0] == own)
+        mine = (ids.get(card, "") for number, card in said.values() if number == own)
         return sorted({card for card in mine if card in tracks})
 
     def _rate(self, text: str) -> float:
@@ -132,10 +132,17 @@ class Watch:
             hz = float(text)
         except ValueError:
             hz = -1.0
-        if hz == 0 or 0 < hz <= MOST_HZ:
+        if hz == 0 or LEAST_HZ <= hz <= MOST_HZ:
             return hz
-        self._say(f"{HZ_ENV}={text}: give a number from 0 (never) to {MOST_HZ:.0f}; {USUAL_HZ:.0f} is used")
+        span = f"from {LEAST_HZ:.0f} to {MOST_HZ:.0f}, or 0 for never"
+        self._say(f"{HZ_ENV}={text}: give a number {span}; {USUAL_HZ:.0f} is used")
         return USUAL_HZ
+
+
+def _reports(book: Book) -> dict[int, tuple[str, str]]:
+    """(engine, card) as each worker's process has named them."""
+    words = {pid: text.split(" ", 3) for pid, text in book.gpus.items()}
+    return {pid: (each[0], each[2]) for pid, each in words.items() if len(each) == 4}
 
 
 def _unnamed(book: Book) -> bool:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.gpu import nvml
 from tests.gpu.__main__ import PARTS, run, verdict
 from tests.gpu.nvml import COMPARED, parsed
 from tests.gpu.part import NotHere, Part
+from tests.nvml.stub import Card, Script
 
 REPO = Path(__file__).resolve().parents[2]
 ON_PAPER = ("events-eager", "events-graph", "events-overlapped", "no-synchronisation", "overhead")
@@ -61,12 +63,10 @@ def test_without_a_gpu_it_measures_nothing_and_says_so(tmp_path: Path) -> None:
 
 def test_rehearsed_on_paper_it_claims_nothing(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    done = called("--out", out, "--rehearse", "--parts", ",".join((*ON_PAPER, "nvml")))
+    done = called("--out", out, "--rehearse", "--parts", ",".join(ON_PAPER))
     assert done.returncode == 3, done.stdout + done.stderr
     found = sound(out, rehearsal=True)
-    assert {name: part["state"] for name, part in found.items()} == {
-        **dict.fromkeys(ON_PAPER, "rehearsed"), "nvml": "not_run"
-    }  # fmt: skip
+    assert {name: part["state"] for name, part in found.items()} == dict.fromkeys(ON_PAPER, "rehearsed")
     held = {check["what"]: check["ok"] for name in ON_PAPER for check in found[name]["checks"]}
     for what in (
         "placed before it was asked for",
@@ -74,8 +74,8 @@ def test_rehearsed_on_paper_it_claims_nothing(tmp_path: Path) -> None:
         "steps of 20 that could not be read",
     ):
         assert held[what], found
-    # The device on paper takes two milliseconds for the forward, and its events half a one.
-    assert 2_300 < found["events-eager"]["figures"]["forward_us"]["events"] < 2_700
+    # The device on paper takes two milliseconds for the forward, and half a one until the event behind it.
+    assert found["events-eager"]["figures"]["forward_us"]["events"] > 2_450
 
 
 @pytest.mark.parametrize(
@@ -136,3 +136,51 @@ def test_what_nvidia_smi_says() -> None:
     assert parsed("[N/A], 1024, [Not Supported], 1980, 3201, 34\n").keys() == COMPARED.keys() - {
         "utilization.gpu", "power.draw"
     }  # fmt: skip
+
+
+SMI = """#!/bin/sh
+test "$2" = --query-gpu=utilization.gpu,memory.used,power.draw,clocks.sm,clocks.mem,temperature.gpu || exit 1
+echo "50, 57220, 131.50, 1980, [N/A], 75"
+"""
+
+
+def test_counters_of_a_card_on_paper(tmp_path: Path) -> None:
+    """The real bindings, a stub of the driver's library, and a program that is called `nvidia-smi`."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(SMI)
+    program.chmod(0o755)
+    variables = Script([Card(curves={"power": ((0, 100.0),)})]).write(tmp_path)
+    out = tmp_path / "gpu.json"
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    done = called("--out", out, "--rehearse", "--parts", "nvml", PATH=path, **variables)
+    assert done.returncode == 3, done.stdout + done.stderr
+    part = sound(out, rehearsal=True)["nvml"]
+    assert part["state"] == "rehearsed", part
+    assert part["figures"]["power.draw"] == {
+        "nvidia_smi": 131.5, "nvml": [100.0, 100.0], "sampler": [pytest.approx(100.0, rel=1e-3)] * 2
+    }  # fmt: skip
+    held = {check["what"]: (check["value"], check["ok"]) for check in part["checks"]}
+    for who in ("nvml", "sampler"):
+        assert held[f"power.draw: {who} and nvidia-smi apart"] == (pytest.approx(31.5, rel=1e-3), True)
+        assert held[f"temperature.gpu: {who} and nvidia-smi apart"] == (20.0, False)
+        assert f"clocks.mem: {who} and nvidia-smi apart" not in held
+    assert len(held) == 10
+
+
+def test_without_a_driver_there_are_no_counters(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    done = called("--out", out, "--rehearse", "--parts", "nvml")
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert sound(out, rehearsal=True)["nvml"]["state"] == "not_run"
+
+
+def test_what_lies_between_two_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "busy", lambda on: None)
+    monkeypatch.setattr(nvml, "smi", lambda: {"power.draw": 300.0, "clocks.sm": 1980.0, "memory.used": 10.0})
+    readings = iter([{"power.draw": 250.0, "clocks.sm": 1900.0}, {"power.draw": 310.0, "clocks.sm": 1950.0}])
+    found = nvml.between(None, {"sampler": lambda: next(readings)})  # type: ignore[arg-type]
+    assert (
+        found["power.draw"] == {"nvidia_smi": 300.0, "sampler": [250.0, 310.0]}
+        and "sampler" not in found["memory.used"]
+    )
+    assert [nvml.distance(found[name], "sampler") for name in ("power.draw", "clocks.sm")] == [0.0, 30.0]

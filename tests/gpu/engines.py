@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.metadata import entry_points
@@ -29,9 +31,9 @@ SIZES = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 64,
 }  # fmt: skip
-#: Tokens of each, all of them at once, so many times over.
-PROMPTS = (100, 600, 2000)
-ROUNDS = 4
+#: Tokens of each prompt, all of them at once; of each answer; and how often. An interpreter of kernels gets less to do.
+PROMPTS, TOKENS, ROUNDS = (100, 600, 2000), 64, 4
+REHEARSED = (100, 300), 6, 2
 ON_DEVICE = ("prefill", "lm_head", "sample")
 
 
@@ -45,23 +47,23 @@ class Run:
     variables: dict[str, str] = field(default_factory=dict)
     store: Path | None = None
 
-    def answers(self, folder: Path, rounds: int = ROUNDS) -> dict[str, Any]:
+    def answers(self, folder: Path) -> dict[str, Any]:
         """Start it, ask, and return what it printed; AssertionError with the end of its log if it failed."""
         if time.monotonic() + START_S > self.part.until:
             raise NotHere("no time left for another start of the engine")
+        lengths, tokens, rounds = size(self.part)
         model, command = model_in(folder, self.part.rehearsal), [sys.executable, "-m", "tests.gpu.offline"]
         if self.store is not None:
             command = [sys.executable, "-m", "stagetrace", "run", "--store", str(self.store), "--", *command]
-        options = {"prompts": prompts(model), "tokens": 32, "rounds": rounds, "engine": self.engine()}
-        done = subprocess.run(
-            [*command, str(model), json.dumps(options)], cwd=REPO, env=self.environment(), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=max(self.part.until - time.monotonic(), START_S),
-        )  # fmt: skip
-        line = next((line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")), None)
-        assert done.returncode == 0 and line, f"the engine ended with {done.returncode}: {done.stdout[-1500:]}"
+        options = {"prompts": prompts(model, lengths), "tokens": tokens, "rounds": rounds, "engine": self.engine()}
+        code, said = finished(
+            [*command, str(model), json.dumps(options)], self.environment(), self.part.until - time.monotonic()
+        )
+        line = next((line for line in said.splitlines() if line.startswith("ANSWERS ")), None)
+        assert code == 0 and line, f"the engine ended with {code}: {said[-1500:]}"
         found: dict[str, Any] = json.loads(line.removeprefix("ANSWERS "))
         # vLLM's own watch over what waits for the device: how often it has warned.
-        return found | {"warned": done.stdout.count("GPU<->CPU sync detected")}
+        return found | {"warned": said.count("GPU<->CPU sync detected")}
 
     def engine(self) -> dict[str, Any]:
         options: dict[str, Any] = {"max_model_len": 2560, "max_num_seqs": 16, "enforce_eager": self.eager}
@@ -84,6 +86,24 @@ class Run:
         return {**base, **here, "VLLM_CPU_KVCACHE_SPACE": "1", **as_on_a_gpu, **self.variables, "PYTHONPATH": path}
 
 
+def finished(command: list[str], environment: dict[str, str], timeout_s: float) -> tuple[int, str]:
+    """The exit code of ``command`` and all it said; after ``timeout_s`` it and whatever it has started are killed."""
+    with subprocess.Popen(
+        command, cwd=REPO, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=timeout_s)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, said
+
+
+def size(part: Part) -> tuple[tuple[int, ...], int, int]:
+    """Prompts' lengths, tokens of an answer, rounds."""
+    return REHEARSED if part.rehearsal else (PROMPTS, TOKENS, ROUNDS)
+
+
 @cache
 def model_in(folder: Path, rehearsal: bool) -> Path:
     """A model with a real tokenizer and random weights."""
@@ -99,11 +119,11 @@ def model_in(folder: Path, rehearsal: bool) -> Path:
 
 
 @cache
-def prompts(model: Path) -> list[str]:
-    """Short and long ones."""
+def prompts(model: Path, lengths: tuple[int, ...]) -> list[str]:
+    """Of so many tokens each."""
     from stagetrace_vllm.demo_server import DemoServer
 
-    return [DemoServer().prompt_of(model, tokens, tokens) for tokens in PROMPTS]
+    return [DemoServer().prompt_of(model, tokens, tokens) for tokens in lengths]
 
 
 def needed(part: Part) -> None:
@@ -124,13 +144,14 @@ def recorded(part: Part, runner: str, eager: bool) -> None:
     from stagetrace import load
     from tests.invariants import violations
 
+    lengths, _, rounds = size(part)
     with tempfile.TemporaryDirectory(prefix="stagetrace-gpu-", ignore_cleanup_errors=True) as name:
         place = Path(name)
         plain = Run(part, eager, runner).answers(place)
         store = place / "traced.db"
         traced = Run(part, eager, runner, store=store).answers(place)
         records = load(store).requests
-    part.hold("requests without a record", len(PROMPTS) * ROUNDS + 1 - len(records), 0, "requests")
+    part.hold("requests without a record", len(lengths) * rounds + 1 - len(records), 0, "requests")
     part.hold(
         "answers that differ",
         sum(a != b for a, b in zip(plain["answers"], traced["answers"], strict=True)),
@@ -162,7 +183,7 @@ def waiting(part: Part, runner: str) -> None:
         variables = {"REFERENCE_FILE": str(lines), "PYTHONPATH": os.pathsep.join(
             filter(None, [REFERENCE, "" if part.rehearsal else os.environ.get("PYTHONPATH")])
         )}  # fmt: skip
-        Run(part, True, runner, variables, store).answers(place, rounds=2)
+        Run(part, True, runner, variables, store).answers(place)
         steps = [step for step in load(store).steps if step.tokens and step.device_timed and step.forward_ns]
         theirs = [tuple(map(int, line.split())) for line in lines.read_text().splitlines()]
     apart, placed = [], []

@@ -66,10 +66,16 @@ class Run:
         return found | {"warned": said.count("GPU<->CPU sync detected")}
 
     def engine(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"max_model_len": 2560, "max_num_seqs": 16, "enforce_eager": self.eager}
+        options: dict[str, Any] = {"max_model_len": 2560, "max_num_seqs": 16}
         if self.part.rehearsal:
-            return {**options, "dtype": "float32"}
-        return {**options, "dtype": "bfloat16", "load_format": "dummy", "gpu_memory_utilization": 0.5}
+            return {**options, "dtype": "float32", "enforce_eager": True}
+        return {
+            **options,
+            "dtype": "bfloat16",
+            "enforce_eager": self.eager,
+            "load_format": "dummy",
+            "gpu_memory_utilization": 0.5,
+        }
 
     def environment(self) -> dict[str, str]:
         here = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}

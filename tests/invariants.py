@@ -1,14 +1,16 @@
-"""What must hold for every request record, whatever happened to the request, and whoever recorded it."""
+"""What must hold for every request record and every exported trace, whatever happened, and whoever recorded it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 from stagetrace.model import RequestRecord, StageRecord
 from stagetrace.stages import BY_KEY, STAGES, STATES
+from tests.receivers import attributes
 
 #: The documented keys of one request, and of one stage, in `stages --json`.
 REQUEST_KEYS = (
@@ -21,6 +23,8 @@ SOURCES = ("host_clock", "cuda_event", "estimated")
 SPLIT = (
     "schedule", "dispatch", "prepare", "forward", "lm_head", "sample", "update", "stalled", "preempted", "other",
 )  # fmt: skip
+#: Operations that generate nothing.
+POOLED = ("embeddings", "pooling", "classify", "score", "rerank")
 #: Rounding of floats that count milliseconds.
 EPS = 1e-3
 #: A nanosecond, in ms: times are differences of whole nanoseconds.
@@ -40,6 +44,8 @@ def violations(record: RequestRecord, complete: bool = False) -> list[str]:
             found.append(f"{record.request_id}: {rule.__name__[1:]}: {broken}")
     if complete and record.status == "ok" and len(record.token_times_ms) != record.output_tokens:
         found.append(f"{record.request_id}: {len(record.token_times_ms)} of {record.output_tokens} tokens have times")
+    if complete and record.operation in POOLED and record.active_stage in ("lm_head", "sample", "detokenize", "decode"):
+        found.append(f"{record.request_id}: it ended in {record.active_stage}, which what is pooled has not")
     if complete and record.ttft_kind == "internal" and record.ttft_ms is not None:
         first = record.token_times_ms[0]
         if abs(first - record.ttft_ms) > EPS:
@@ -215,3 +221,91 @@ def _timers(record: RequestRecord) -> None:
         assert record.prefill_ms is None
     gaps = [v for v in record.itl_ms.values() if v is not None]
     assert all(v >= 0 for v in gaps)
+
+
+# ---------------------------------------------------------------- what was exported, and how much of it
+
+#: The kind of a root span.
+SERVER = 2
+_SHARED = ("http_receive", "chat_template", "tokenize")
+#: Times are rounded to whole nanoseconds, and a span has at least one.
+_ROUNDED = 2
+
+
+def trace_violations(spans: Sequence[Any]) -> list[str]:
+    """Every rule that the spans of one trace (as they are on the wire) break, in words; empty when it is sound."""
+    roots = [span for span in spans if span.kind == SERVER]
+    if len(roots) != 1:
+        return [f"{spans[0].trace_id.hex()}: {len(roots)} roots"]
+    (root,) = roots
+    try:
+        _tree(root, spans)
+        for above in [s for s in spans if s.name.startswith("sequence ")] or [root]:
+            below = [s for s in spans if s.name in BY_KEY and (s.parent_span_id == above.span_id or s.name in _SHARED)]
+            _stages(sorted(below, key=lambda span: BY_KEY[span.name].number), attributes(above))
+        if not any(s.name.startswith("sequence ") for s in spans):
+            told = {key.split(".")[2] for key in attributes(root) if key.startswith("stagetrace.stage.")}
+            assert told | {s.name for s in spans if s is not root} == BY_KEY.keys(), f"twelve stages, not {told}"
+    except AssertionError as broken:
+        return [f"{root.trace_id.hex()}: {broken}"]
+    return []
+
+
+def _tree(root: Any, spans: Sequence[Any]) -> None:
+    """No child outside its parent, and nobody's child twice."""
+    known = {span.span_id: span for span in spans}
+    assert len(known) == len(spans), "two spans with one id"
+    assert root.parent_span_id not in known, "the root's parent is one of its own"
+    names = [(span.parent_span_id, span.name) for span in spans]
+    assert len(set(names)) == len(names), f"twice below one parent: {names}"
+    for span in spans:
+        assert span.start_time_unix_nano < span.end_time_unix_nano, f"{span.name} has a negative duration"
+        if span is root:
+            continue
+        above = known.get(span.parent_span_id)
+        assert above is not None, f"{span.name} has no parent"
+        assert above.start_time_unix_nano <= span.start_time_unix_nano + _ROUNDED, f"{span.name} is before {above.name}"
+        assert span.end_time_unix_nano <= above.end_time_unix_nano + _ROUNDED, f"{span.name} is after {above.name}"
+
+
+def _stages(stages: Sequence[Any], said: dict[str, Any]) -> None:
+    """Those of one sequence, in order: no overlap but the embedding's, nothing after the stage it ended in."""
+    one_by_one = [span for span in stages if span.name != "embedding"]
+    for before, after in pairwise(one_by_one):
+        late = before.end_time_unix_nano - after.start_time_unix_nano
+        assert late <= _ROUNDED, f"{after.name} starts {late} ns before {before.name} ends"
+    for inner in stages:
+        if inner.name == "embedding":
+            (outer,) = (span for span in stages if span.name == "prefill")
+            assert outer.start_time_unix_nano <= inner.start_time_unix_nano + _ROUNDED
+            assert inner.end_time_unix_nano <= outer.end_time_unix_nano + _ROUNDED
+    ended = said.get("stagetrace.active_stage")
+    beyond = [span.name for span in stages if ended and BY_KEY[span.name].number > BY_KEY[ended].number]
+    assert not beyond, f"{beyond} are there, it ended in {ended}"
+
+
+def unaccounted(
+    sent: Iterable[str], records: Collection[RequestRecord], spans: Iterable[Any], unsampled: Iterable[str] = ()
+) -> list[str]:
+    """How what was sent, what is stored and what was exported differ: each trace in ``sent`` is one root in each.
+
+    ``unsampled`` are those of them that are not to be exported. Nothing else is in the store, nor in flight.
+    """
+    asked, hidden = Counter(sent), set(unsampled)
+    stored = {(record.trace_id, record.span_id) for record in records}
+    exported = Counter((s.trace_id.hex(), s.span_id.hex()) for s in spans if s.kind == SERVER)
+    running = [record.request_id for record in records if record.status == "in_flight"]
+    found = [f"{name}: in flight" for name in running]
+    roots = Counter(trace for trace, _ in stored)
+    found += [
+        f"{trace}: sent {asked[trace]} times, stored {roots[trace]}"
+        for trace in asked | roots
+        if asked[trace] != roots[trace]
+    ]
+    expected = {pair for pair in stored if pair[0] not in hidden}
+    found += [
+        f"{trace}: root {span} was exported {exported[trace, span]} times"
+        for trace, span in expected | exported.keys()
+        if exported[trace, span] != ((trace, span) in expected)
+    ]
+    return found

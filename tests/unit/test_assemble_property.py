@@ -6,11 +6,17 @@ import random
 
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.resources import Resource
 
+from stagetrace.exporting import calls
 from stagetrace.marks import Mark, TextMark
+from stagetrace.model import RequestRecord
 from stagetrace.numbers import numbers
 from stagetrace.store import Trace
-from tests.invariants import check_all
+from stagetrace_otlp import spans
+from tests.invariants import check_all, trace_violations
+from tests.receivers import spans_of
 from tests.unit.scripted import API, CORE, MS, US, WORKER, Ask, Script
 
 times = st.integers(0, 40 * MS)
@@ -63,11 +69,18 @@ def scripts(draw: st.DrawFn) -> Script:
     return script.run(*wanted)
 
 
+def check_traces(records: list[RequestRecord]) -> None:
+    """What is sent of them keeps to the same rules."""
+    for call in calls(records):
+        assert trace_violations(list(spans_of([encode_spans(spans.trace(call, Resource({})))]))) == []
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scripts(), st.none() | st.integers(0, 99))
 def test_complete_timelines(script: Script, shuffle: int | None) -> None:
     records = script.records(shuffle)
     check_all(records, complete=not script.dead)
+    check_traces(records)
     whole = [(root, seq) for root in script.roots for seq in root.seqs]
     asked = len(whole) + sum(1 for root in script.roots if not root.seqs)
     assert len(records) == asked
@@ -127,6 +140,7 @@ def test_incomplete_timelines(
     check_all(records)
     records += assembler.finished(late + 400 * MS, closing=True)
     check_all(records)
+    check_traces(records)
     numbers(Trace(requests=records, steps=steps))
     assembler.forget(late + 10**12)
     assert not assembler.book.roots and not assembler.book.steps

@@ -279,9 +279,9 @@ def _decode(case: Case) -> StageRecord:
     start, end = case.first_text, case.completed
     if end is not None:
         case.decoded = end if start is None else max(start, end)
-        generated = case.generated
-        if generated is not None and generated <= 1:
-            return _other("decode", "not_applicable", tokens=0)
+    generated = case.generated if end is not None else None
+    if case.pools or (generated is not None and generated <= 1):
+        return _other("decode", "not_applicable", tokens=0)
     until = case.decoded or case.dropped
     facts = _spent(case, (start, until)) if start is not None and until is not None and start <= until else {}
     return _record(case, "decode", start, case.decoded, **facts)

@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help bootstrap demo test viewers check format bench faults clean
+.PHONY: help bootstrap demo test viewers check format bench faults calibrate clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## */\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -36,6 +36,9 @@ bench: bootstrap  ## what recording costs, measured here
 
 faults: bootstrap  ## does time land in the stage it belongs to? a real server, delayed at known places
 	$(BIN)/python -m tests.faults $(ARGS)
+
+calibrate: bootstrap  ## the gate's false alarms and catches on real servers (hours; see ARGS="--help")
+	$(BIN)/python -m tests.calibrate $(ARGS)
 
 clean:  ## remove what builds and tests left (the environment stays: rm -r .venv)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -23,7 +23,8 @@ from stagetrace.gate.decide import (
     overall,
 )  # fmt: skip
 from stagetrace.gate.estimate import Estimate, estimate, interleaved
-from tests.unit.simulated import Noise, abba, compared, judged, times
+from tests.calibrate.draws import draw, noise
+from tests.unit.simulated import Noise, abba, compared, judged, runs_of, times
 
 #: Of runs, their requests' part included, this comes to a coefficient of variation of just under 2 %.
 QUIET = Noise(0.0165)
@@ -178,3 +179,19 @@ def test_a_small_share_of_the_budget_goes_to_small_stages() -> None:
 
 def test_nothing_judged_is_no_pass() -> None:
     assert overall([]) == INCONCLUSIVE
+
+
+# ---------------------------------------------------------------- what `make calibrate` draws
+
+
+def test_comparisons_drawn_from_runs() -> None:
+    before, after = runs_of(12, 8, Noise(0.01, 0.01, 0.02), prompts=12)
+    pool = [*before, *after]
+    rng = np.random.default_rng(12)
+    same = draw(pool, 5, 20, rng)
+    slower = draw(pool, 5, 20, rng, "prefill", 0.25)
+    assert same.verdicts[FAIL] == 0 and same.comparisons == 20
+    assert (slower.verdicts[FAIL], slower.named) == (20, 20)
+    assert 0.005 < noise(pool)["prefill"][1] < 0.06
+    with pytest.raises(ValueError, match="16 runs are too few"):
+        draw(pool, 9, 1, rng)

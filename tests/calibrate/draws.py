@@ -1,0 +1,93 @@
+"""Comparisons drawn from runs that were really made: how often the gate is wrong at the noise that was there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from stagetrace.gate.ab import order
+from stagetrace.gate.compare import compare
+from stagetrace.gate.decide import FAIL, INCONCLUSIVE, PASS
+from stagetrace.gate.match import Sides
+from stagetrace.gate.measures import BY_KEY
+from stagetrace.gate.runs import Request, Run
+from stagetrace.gate.settings import Wishes
+
+#: What is put on top of a stage, and by that of the timers that it is in.
+STAGES = ("tokenize", "admission", "prefill", "detokenize", "decode")
+
+
+@dataclass
+class Found:
+    """Verdicts on ``comparisons`` of ``runs`` a side; ``named``: those that failed for the right stage."""
+
+    runs: int
+    stage: str | None
+    slower: float
+    verdicts: Counter[str] = field(default_factory=Counter)
+    named: int = 0
+
+    @property
+    def comparisons(self) -> int:
+        """How many there were."""
+        return sum(self.verdicts.values())
+
+    def shares(self) -> dict[str, float]:
+        """Of each verdict."""
+        return {name: self.verdicts[name] / self.comparisons for name in (PASS, FAIL, INCONCLUSIVE)}
+
+
+def draw(
+    pool: Sequence[Run],
+    runs: int,
+    comparisons: int,
+    rng: np.random.Generator,
+    stage: str | None = None,
+    slower: float = 0.0,
+) -> Found:
+    """Draw ``runs`` a side out of ``pool``, without putting back, A B B A in the order they were made."""
+    if len(pool) < 2 * runs:
+        raise ValueError(f"{len(pool)} runs are too few to draw two times {runs} of them")
+    found = Found(runs, stage, slower)
+    in_order = sorted(pool, key=lambda run: run.started_unix_ns)
+    for _ in range(comparisons):
+        chosen = np.sort(rng.choice(len(in_order), 2 * runs, replace=False))
+        sides: tuple[list[Run], list[Run]] = [], []
+        for side, index in zip(order(runs), chosen, strict=True):
+            run = in_order[index]
+            sides[side].append(made_slower(run, stage, slower) if side and stage else run)
+        report = compare(Sides(*sides), Wishes())
+        found.verdicts[report.verdict] += 1
+        found.named += report.culprit is not None and report.culprit.measure.key == stage
+    return found
+
+
+def made_slower(run: Run, stage: str, slower: float) -> Run:
+    """The run as if that stage had taken longer in every request."""
+    timers = {BY_KEY[stage].of, "e2e_ms"}
+
+    def one(request: Request) -> Request:
+        more = request.ms.get(stage, 0.0) * slower
+        ms: Mapping[str, float] = {
+            key: value + more if key == stage or key in timers else value for key, value in request.ms.items()
+        }
+        return replace(request, ms=ms)
+
+    return replace(run, requests={key: one(request) for key, request in run.requests.items()})
+
+
+def noise(pool: Sequence[Run]) -> dict[str, tuple[float, float]]:
+    """Measure → mean in ms, and by how much runs vary (coefficient of variation of their means)."""
+    out = {}
+    for key in BY_KEY:
+        means = [
+            np.mean([r.ms[key] for r in run.requests.values() if key in r.ms])
+            for run in pool
+            if any(key in r.ms for r in run.requests.values())
+        ]
+        if len(means) > 1:
+            out[key] = float(np.mean(means)), float(np.std(means, ddof=1) / np.mean(means))
+    return out

@@ -1,0 +1,102 @@
+"""The gate on a real server that is made slower while it serves: it names the stage, and does not fail the same twice.
+
+The short form of `make calibrate`: loads on one server instead of servers started anew, and delays that a busy machine
+cannot hide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagetrace.gate.ab import Plan
+from stagetrace.gate.compare import Report, compare
+from stagetrace.gate.decide import FAIL
+from stagetrace.gate.match import match
+from stagetrace.gate.runs import Run, runs_of_store
+from stagetrace.gate.settings import Wishes
+from stagetrace.pytest_plugin import Measured
+from tests.faults.plugin.stagetrace_faults.control import Fault
+from tests.faults.server import FaultyServer, serve
+
+#: Shorter than a block of the prefix cache: the same prompts again are computed again.
+PLAN = Plan(runs=4, requests=8, prompt_tokens="60", output_tokens="8", warmup=2)
+FAULTS = {
+    "before": None, "same": None, "prefill": Fault("prefill", 120.0), "decode": Fault("decode", 25.0),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(engine: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyServer]:
+    with serve(engine, model, tmp_path_factory.mktemp("gate")) as live:
+        for tokens in (1, 2, 20, 2):
+            live.send("warm", 60, tokens)
+        yield live
+
+
+@pytest.fixture(scope="module")
+def measured(server: FaultyServer) -> Measured:
+    """The plug-in's view of the same server."""
+
+    class Here:
+        url = f"http://127.0.0.1:{server.port}"
+        store = server.store
+
+    return Measured(Here())  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def runs(server: FaultyServer, measured: Measured) -> dict[str, list[Run]]:
+    """Each side's runs, all of them interleaved: forth and back, so that what drifts meets all alike."""
+    names: list[str] = []
+    for number in range(PLAN.runs):
+        for name in list(FAULTS) if number % 2 == 0 else list(FAULTS)[::-1]:
+            server.inject(FAULTS[name])
+            measured.send(PLAN)
+            names.append(name)
+    server.inject(None)
+    measured.requests()
+    found: dict[str, list[Run]] = {name: [] for name in FAULTS}
+    for name, run in zip(names, runs_of_store(server.store), strict=True):
+        found[name].append(run)
+    return found
+
+
+def report(runs: dict[str, list[Run]], name: str) -> Report:
+    return compare(match(runs["before"], runs[name]), Wishes())
+
+
+def seen(found: Report) -> list[tuple[str, str, float]]:
+    return [(row.measure.key, row.outcome.verdict, round(row.change, 3)) for row in found.rows]
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+def test_a_delay_is_a_failure_of_its_stage(stage: str, runs: dict[str, list[Run]]) -> None:
+    found = report(runs, stage)
+    assert found.verdict == FAIL, seen(found)
+    assert found.culprit is not None and found.culprit.measure.key == stage, seen(found)
+    assert found.shown and all(shown.after_ms > shown.before_ms and shown.id for shown in found.shown)
+
+
+def test_the_same_server_twice_is_none(runs: dict[str, list[Run]]) -> None:
+    found = report(runs, "same")
+    assert found.verdict != FAIL, seen(found)
+
+
+def test_the_runs_say_what_was_run(runs: dict[str, list[Run]]) -> None:
+    fingerprint = runs["before"][0].fingerprint
+    assert (fingerprint["engine"], fingerprint["device"], fingerprint["concurrency"]) == ("vllm", "cpu", 1)
+    assert fingerprint["cached_tokens"] == 0 and fingerprint["output_tokens"] == 8
+    assert all(not run.without and len(run.requests) == PLAN.requests for side in runs.values() for run in side)
+
+
+def test_a_stage_can_be_asserted(server: FaultyServer, measured: Measured, runs: dict[str, list[Run]]) -> None:
+    server.inject(FAULTS["prefill"])
+    measured.send(PLAN)
+    server.inject(None)
+    with pytest.raises(pytest.fail.Exception, match="prefill: p50 is 1"):
+        measured.assert_stage("prefill", p50_ms=100)
+    measured.assert_stage("prefill", p50_ms=60_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import sys
 from collections.abc import Callable, Mapping
@@ -223,11 +224,21 @@ def test_a_missing_stage() -> None:
     assert report.unjudged == {"embedding": "not_observable"} and report.verdict == PASS
 
 
+def test_what_has_no_first_text_has_no_time_to_it() -> None:
+    sides = runs_of(3, 5, QUIET)
+    gone = ("ttft_ms", "itl_ms", "lm_head", "sample", "detokenize", "decode")
+    for key in gone:
+        sides = tuple([_without(run, key) for run in side] for side in sides)
+    report = compare(match(*sides), Wishes())
+    assert report.verdict == PASS
+    assert not {row.measure.key for row in report.rows} & set(gone)
+
+
 def _without(run: Run, key: str) -> Run:
     requests = {
         name: replace(each, ms={k: ms for k, ms in each.ms.items() if k != key}) for name, each in run.requests.items()
     }
-    return replace(run, requests=requests, without={key: "not_observable"})
+    return replace(run, requests=requests, without={**run.without, key: "not_observable"})
 
 
 def test_files_that_cannot_be_used(stagetrace: Cli, stores: Callable[..., Any], tmp_path: Path) -> None:
@@ -247,6 +258,8 @@ def test_files_that_cannot_be_used(stagetrace: Cli, stores: Callable[..., Any], 
     )
     assert "JSON, but no baseline" in said("{}")
     assert "not a whole baseline" in said(whole.replace('"fingerprint"', '"finger"'))
+    assert "is no time" in said(re.sub(r"(\[10\d, 3), [\d.]+", r"\1, NaN", whole, count=1))
+    assert "truncated or damaged JSON" in said('{"kind":' + "[" * 100_000)
     assert "no requests in it" in said(json.dumps({**json.loads(whole), "runs": []}))
     assert "No such file" in stagetrace.refused("gate", "--baseline", "gone.db", "--current", *after)
     (tmp_path / "text.db").write_text("not a store")
@@ -381,6 +394,7 @@ def test_the_file_of_wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ('[gate]\nbudgets = "x"', "budgets is a list"),
         ('[gate]\neffect = "fast"', 'effect "fast": write it as'),
         ('[gate]\neffect = "5ms"', "for all stages a percentage"),
+        ("[gate]\neffects = 5", "effects is a table: [gate.effects]"),
         ('[gate.effects]\nwarp = "5%"', "warp: no timer or stage"),
     ],
 )

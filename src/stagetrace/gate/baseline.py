@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def _is_baseline(path: Path) -> bool:
 def _runs_of_json(path: Path) -> list[Run]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Fault(f"{path}: truncated or damaged JSON ({error}); make it anew with `stagetrace baseline`") from None
     if document.get("kind") != KIND:
         raise Fault(f"{path}: JSON, but no baseline; make one with `stagetrace baseline FILE... -o {path}`")
@@ -113,4 +114,7 @@ def _run_of(path: Path, index: int, written: dict[str, Any], columns: list[str])
 def _request_of(row: list[Any], columns: list[str]) -> Request:
     cells = dict(zip(columns, row, strict=True))
     times = {key: float(cells[key]) for key in BY_KEY if cells.get(key) is not None}
+    strange = [key for key, ms in times.items() if not math.isfinite(ms)]
+    if strange:
+        raise ValueError(f"{strange[0]} is no time")
     return Request(int(cells["prompt_tokens"]), int(cells["output_tokens"]), times)

@@ -119,12 +119,12 @@ def compare(sides: Sides, wishes: Wishes) -> Report:
 def _judged(
     measure: Measure, found: dict[str, tuple[list[str], Array]], current: Flags, order: Array | None, wishes: Wishes
 ) -> Judged:
-    keys, ms = found[measure.key]
+    _, ms = found[measure.key]
     before = np.median(ms[~current], axis=0)
     timer_ms = None
-    if measure.of is not None:
-        whole_keys, whole = found[measure.of]
-        timer_ms = float(np.median(whole[~current], axis=0)[np.isin(whole_keys, keys)].mean())
+    if measure.of is not None:  # what is pooled has no time to a first text
+        _, whole = found.get(measure.of, found["e2e_ms"])
+        timer_ms = float(np.median(whole[~current], axis=0).mean())
     base_ms = float(before.mean())
     share = base_ms / timer_ms if timer_ms else None
     return Judged(estimate(ms, current, order), base_ms, share, wishes.effect(measure, timer_ms))

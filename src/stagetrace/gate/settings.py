@@ -83,7 +83,10 @@ def _wishes(table: Any) -> Wishes:
     whole = parse_effect(str(table.get("effect", f"{RELATIVE:.0%}")))
     if whole.absolute_ms or not whole.relative:
         raise Fault(f'effect = "{table.get("effect")}": for all stages a percentage, such as "5%"')
-    effects = {_measure(name).key: parse_effect(str(text)) for name, text in dict(table.get("effects", {})).items()}
+    own = table.get("effects", {})
+    if not isinstance(own, dict):
+        raise Fault("effects is a table: [gate.effects]")
+    effects = {_measure(name).key: parse_effect(str(text)) for name, text in own.items()}
     budgets = tuple(parse_budget(str(text)) for text in _list(table, "budgets"))
     return Wishes(whole.relative, effects, budgets, tuple(str(name) for name in _list(table, "allow")))
 

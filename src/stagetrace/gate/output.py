@@ -11,6 +11,8 @@ from .compare import BudgetRow, Report, Row
 from .decide import BETA, FAIL, FALSE_ALARMS, INCONCLUSIVE, PASS
 
 SCHEMA = 1
+#: A slowdown beyond this share is no figure of use.
+_HUGE = 9.0
 #: What no XML may contain, escaped or not.
 _NO_XML = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF], "?")
 
@@ -27,17 +29,23 @@ def headline(report: Report) -> str:
         return f"FAIL: {what}, over {runs}"
     if report.verdict == FAIL:
         return "FAIL: " + "; ".join(f"{row.budget.text} does not hold: {_ms(row.seen_ms)} ms" for row in broken)
-    seen = ""
-    if report.detectable is not None:
-        row = report.detectable
-        least = _percent(math.expm1(row.outcome.detectable or 0.0))
-        seen = f"; a slowdown of {least} in any timer or large stage would have been caught ({row.measure.title} last)"
+    seen = _could_have_seen(report)
     if report.verdict == PASS:
         return f"PASS: no stage is slower by an effect of interest, over {runs}{seen}"
     open_ = [row.measure.title for row in report.rows if row.outcome.verdict == INCONCLUSIVE]
     open_ += [row.budget.text for row in report.budgets if row.verdict == INCONCLUSIVE]
     needed = f"{report.runs_needed} runs a side would" if report.runs_needed else "No practical number of runs would"
     return f"INCONCLUSIVE: {runs} cannot tell for {', '.join(open_)}{seen}. {needed} decide"
+
+
+def _could_have_seen(report: Report) -> str:
+    row = report.detectable
+    if row is None or row.outcome.detectable is None:
+        return ""
+    least = math.expm1(row.outcome.detectable)
+    if least > _HUGE:
+        return f"; {row.measure.title} could have been {_HUGE + 1:.0f} times as long unseen"
+    return f"; {_percent(least)} in any timer or large stage would have been caught ({row.measure.title} last)"
 
 
 def document(report: Report, code: int) -> dict[str, Any]:

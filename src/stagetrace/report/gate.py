@@ -45,23 +45,14 @@ def _context(report: Report) -> Iterator[str]:
 
 
 def _table(report: Report) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in (
-        "",
-        "verdict",
-        "baseline (ms)",
-        "change (%)",
-        "at most (%)",
-        "change (ms)",
-        "noise (%)",
-        "caught from (%)",
-    ):
+    # Eighty columns hold it.
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("", "verdict", "base ms", "change %", "at most", "change ms", "noise %", "caught"):
         table.add_column(name, justify="left" if name in ("", "verdict") else "right", no_wrap=True)
     for row in report.rows:
         found, least = row.judged.estimate, row.outcome.detectable
-        indent = "  " if row.measure.of else ""
         table.add_row(
-            f"{indent}{row.measure.title}",
+            row.measure.title,
             Text(row.outcome.verdict, style=_STYLES[row.outcome.verdict]),
             f"{row.judged.base_ms:,.2f}", f"{row.change * 100:+.1f}", _percent(found.upper(BETA)),
             f"{row.change_ms:+,.2f}", "—" if found.noise is None else f"{found.noise * 100:.1f}",
@@ -72,7 +63,7 @@ def _table(report: Report) -> Table:
 
 def _percent(log: float) -> str:
     value = math.expm1(min(log, 700.0)) * 100
-    return f"{value:+.1f}" if value < 1000 else "—"
+    return f"{value:+.1f}" if value < 100 else f"{value:+.0f}" if value < 1000 else "—"
 
 
 def _asides(report: Report) -> Iterator[str]:
@@ -81,8 +72,8 @@ def _asides(report: Report) -> Iterator[str]:
     if report.unjudged:
         yield "not judged: " + ", ".join(f"{key} ({state})" for key, state in report.unjudged.items())
     yield (
-        f"noise: how far runs vary; caught from: what would be found in 19 of 20 tries; at most {FALSE_ALARMS:.0%} of "
-        "unchanged comparisons fail"
+        "at most (%): what the change is surely below, but for 1 in 20; noise: how far runs vary; caught (%): the "
+        f"least that would be FAIL in 19 of 20 comparisons. At most {FALSE_ALARMS:.0%} of unchanged ones fail."
     )
 
 

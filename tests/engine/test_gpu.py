@@ -15,7 +15,7 @@ import pytest
 from stagetrace import load
 from tests.engine.conftest import Live, Starter
 from tests.engine.serving import ClientResult, run_many
-from tests.invariants import violations
+from tests.invariants import end_of, violations
 from tests.nvml.stub import Card, Points, Script, extremes, integral
 
 HZ = 4.0
@@ -73,14 +73,14 @@ def test_every_long_stage_carries_the_cards_counters(
         for row in record.stages:
             if row.duration_ms is None:
                 continue
-            found = row.attributes["gpu"]
-            if row.duration_ms < PERIOD_S * 1e3:
-                assert found == {"window": "shorter_than_sample"}, (row.key, row.duration_ms, found)
+            found, took_ms = row.attributes["gpu"], end_of(row, record) - row.start_ms
+            if took_ms < PERIOD_S * 1e3:
+                assert found == {"window": "shorter_than_sample"}, (row.key, took_ms, found)
                 continue
             long += 1
             assert found["window"] == "sampled", found
             a = start_s(record, script, anchor) + row.start_ms / 1e3
-            b = a + row.duration_ms / 1e3
+            b = a + took_ms / 1e3
             # The sampler may be late by as much as the machine is busy: what it says is of that moment.
             low, high = extremes(POWER, a - 2 * PERIOD_S, b + 2 * PERIOD_S)
             assert low - 1 <= found["power_w"]["mean"] <= found["power_w"]["max"] <= high + 1
@@ -91,9 +91,11 @@ def test_every_long_stage_carries_the_cards_counters(
             swings = [extremes(POWER, t - 2 * PERIOD_S, t + 2 * PERIOD_S) for t in (a, b)]
             room = sum(high - low for low, high in swings) * PERIOD_S + 0.5
             assert abs(found["energy_j"] - integral(POWER, a, b)) <= room
-            assert found["temperature_c"] == {"mean": 55.0, "max": 55}
-            assert found["memory_used_bytes"]["max"] == 60e9 and found["sm_clock_mhz"]["mean"] == 1980.0
             assert found["throttled"] is False
+            # These are asked for every other time: a stage of less than that has none of them.
+            slowly = (found["temperature_c"], found["memory_used_bytes"], found["sm_clock_mhz"])
+            if took_ms > 3 * PERIOD_S * 1e3 or any(slowly):
+                assert slowly == tuple({"mean": value, "max": value} for value in (55, 60e9, 1980))
     assert len(records) >= 100 and long >= 50, f"{long} stages of {len(records)} requests are longer than a sample"
 
 

@@ -261,6 +261,8 @@ def test_what_is_wrong_is_said_before_anything_is_started(
     assert "not a mix" in stagetrace.refused("gate", "--ab", same, same, "--prompt-tokens", "many")
     assert "or --ab CMD_A CMD_B" in stagetrace.refused("gate", "--ab", same, same, "--current", "x.db")
     assert "write it as ttft_p95" in stagetrace.refused("gate", "--ab", same, same, "--budget", "fast")
+    assert "no such field" in stagetrace.refused("gate", "--ab", same, same, "--allow", "colour")
+    assert "no directory" in stagetrace.refused("gate", "--ab", same, same, "--markdown", "gone/summary.md")
     assert not pretend.started and not os.listdir(tmp_path)
 
 

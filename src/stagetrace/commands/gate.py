@@ -115,13 +115,11 @@ def gate(
     aside = _on_stdout(junit, markdown, as_json)
 
     def told() -> int:
-        wishes = _wishes(config, list(budget))
+        wishes = _wishes(config, list(budget), list(allow), [path for path in (junit, markdown) if path])
         sides = (
-            _recorded(list(baseline), list(current), (*wishes.allow, *allow))
+            _recorded(list(baseline), list(current), wishes.allow)
             if ab is None
-            else _served(
-                ab, (runs, requests, concurrency, prompt_tokens, output_tokens, seed), stores, (*wishes.allow, *allow)
-            )
+            else _served(ab, (runs, requests, concurrency, prompt_tokens, output_tokens, seed), stores, wishes.allow)
         )
         return _judged(sides, wishes, POLICIES[inconclusive], explain, as_json, junit, markdown, aside)
 
@@ -142,16 +140,26 @@ def guarded(work: Callable[[], int]) -> int:
         return INTERNAL
 
 
-def _wishes(config: Path | None, budgets: list[str]) -> Wishes:
-    """Read before anything is started: what is wrong with them should not take an hour to be said."""
+def _wishes(config: Path | None, budgets: list[str], allow: list[str], files: Files) -> Wishes:
+    """Looked at before anything is started: what is wrong with them should not take an hour to be said."""
     try:
         import_module("stagetrace.gate.compare")
     except ImportError as error:
         raise Fault(f"gate: {error}; install what it needs: pip install 'stagetrace[gate]'") from None
+    from ..gate.match import allowed
     from ..gate.settings import parse_budget, read_wishes
+    from ..outfile import folder
 
+    for file in files:
+        try:
+            where = folder(file)
+        except OSError as error:
+            raise Fault(f"{file}: {error.strerror}") from None
+        if where is not None and not where.is_dir():
+            raise Fault(f"{file}: there is no directory {where}")
     wishes = read_wishes(config)
-    return replace(wishes, budgets=(*wishes.budgets, *map(parse_budget, budgets)))
+    fields = allowed([*wishes.allow, *allow])
+    return replace(wishes, budgets=(*wishes.budgets, *map(parse_budget, budgets)), allow=fields)
 
 
 def _recorded(baseline: Files, current: Files, allow: tuple[str, ...]) -> Sides:

@@ -10,16 +10,14 @@ import numpy as np
 from ..faults import Fault
 from .estimate import Array
 from .measures import BY_KEY, MEASURES
-from .runs import Run
+from .runs import ASKED, SETTINGS, Run
 
 #: Fields that are results in part: different only if further apart than this share.
 _LOOSE = {"kv_blocks": 0.10, "output_tokens": 0.05, "cached_tokens": 0.05}
 #: Named where they differ, and never refused: an upgrade is what a gate is for.
 _NAMED_ONLY = ("engine_version",)
 #: What two servers under test may differ in on purpose: all but what is asked of them, and of which model and card.
-ALWAYS_EQUAL = (
-    "model", "device", "gpu", "concurrency", "request_rate", "prompt_mix", "output_tokens", "cached_tokens",
-)  # fmt: skip
+ALWAYS_EQUAL = ("model", "device", "gpu", *ASKED)
 #: Of all prompts, so many must be in every run.
 _COMMON = 0.8
 
@@ -38,6 +36,15 @@ class Sides:
         return [*self.baseline, *self.current]
 
 
+def allowed(fields: Collection[str]) -> tuple[str, ...]:
+    """The fields that may differ; Fault for one that there is not."""
+    known = sorted({*SETTINGS, *ASKED})
+    strange = sorted(set(fields) - set(known))
+    if strange:
+        raise Fault(f"--allow {strange[0]}: no such field; there are: {', '.join(known)}")
+    return tuple(fields)
+
+
 def match(
     baseline: Sequence[Run], current: Sequence[Run], allow: Collection[str] = (), *, settings: bool = True
 ) -> Sides:
@@ -45,10 +52,6 @@ def match(
 
     ``settings`` False: the servers' own settings differ on purpose.
     """
-    known = baseline[0].fingerprint.keys() | current[0].fingerprint.keys()
-    strange = sorted(set(allow) - known)
-    if strange:
-        raise Fault(f"--allow {strange[0]}: no such field; there are: {', '.join(sorted(known))}")
     for side in (baseline, current):
         for run in side[1:]:
             fields = [name for name in _differ(side[0], run) if name not in allow]

@@ -22,6 +22,8 @@ SETTINGS = (
     "prefix_caching", "chunked_prefill", "speculative", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
     "block_size", "kv_blocks",
 )  # fmt: skip
+#: What is known of the load on it.
+ASKED = ("concurrency", "request_rate", "prompt_mix", "output_tokens", "cached_tokens")
 #: What `stagetrace load` calls its requests: which load, how driven, which request of it.
 LOAD_ID = re.compile(r"load-(?:c(?P<concurrency>\d+)|r(?P<rate>[\d.e+-]+))-(?P<name>[0-9a-f]{8})-(?P<what>\w+)")
 #: A run in which a larger share of the requests was not answered says nothing of latency.

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 from stagetrace import session as sessions
 from tests.engine.configurations import CONFIGURATIONS
 from tests.engine.serving import ClientResult, Server, free_port, get, run_many
+from tests.receivers import Receiver
 
 PROBE = Path(__file__).parent / "probe"
 NAME = "stagetrace-demo"
@@ -28,20 +30,31 @@ OFFLINE_PROMPTS = (40, 300)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything here needs the engine."""
+    """Everything here needs the engine.
+
+    What shares several servers comes last, so that those disturb nobody; and what ends them comes after all else.
+    """
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.engine)
+    items.sort(key=lambda item: [name in getattr(item, "fixturenames", ()) for name in ("ends", "ships")])
 
 
-@pytest.fixture(scope="session", autouse=True)
-def sessions_of_our_own() -> Iterator[None]:
+@contextmanager
+def own_sessions() -> Iterator[None]:
     """Other servers may run under stagetrace on this machine; theirs are none of our business."""
     with tempfile.TemporaryDirectory(prefix="stagetrace-tests-", dir=sessions.base()) as base:
         before = os.environ.get(sessions.BASE_ENV)
         os.environ[sessions.BASE_ENV] = base
         yield
         os.environ.pop(sessions.BASE_ENV) if before is None else os.environ.update({sessions.BASE_ENV: before})
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sessions_of_our_own() -> Iterator[None]:
+    """See :func:`own_sessions`."""
+    with own_sessions():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -72,6 +85,8 @@ class Live:
     store: Path | None
     prompts: Any
     folder: Path
+    #: Where its traces go, if it was started with one.
+    received: Receiver | None = None
 
     def body(
         self, tokens: int, output: int, *, seed: int = 0, chat: bool = True, stream: bool = True
@@ -144,30 +159,42 @@ class Starter:
         return self._texts[key]
 
     def start(
-        self, name: str, *, traced: bool, extra: tuple[str, ...] = (), options: tuple[str, ...] = (),
-        without: tuple[str, ...] = (), **variables: str,
-    ) -> Iterator[Live]:  # fmt: skip
+        self,
+        name: str,
+        *,
+        traced: bool,
+        extra: tuple[str, ...] = (),
+        options: tuple[str, ...] = (),
+        without: tuple[str, ...] = (),
+        received: Receiver | None = None,
+        deadline_s: float = 240.0,
+        **variables: str,
+    ) -> Iterator[Live]:
         """Yield a live server; the generator's end stops it and everything it started.
 
-        ``extra`` are the server's, ``options`` those of ``stagetrace run``; the server itself is to be ``without`` some
-        of the ``variables``.
+        ``extra`` are the server's, ``options`` those of ``stagetrace run``, and ``received`` gets its traces; the
+        server itself is to be ``without`` some of the ``variables``.
         """
         configuration = CONFIGURATIONS[name]
         port = free_port()
         folder = self.folder / f"{name}-{'traced' if traced else 'untraced'}-{port}"
         folder.mkdir()
         store = folder / "store.db" if traced else None
-        command = [*self.engine.command(self.model, port), *configuration.arguments, *extra]
+        command = [*configuration.command(self.engine.command(self.model, port)), *extra]
         if without:
             command = ["env", *(f"--unset={variable}" for variable in without), *command]
+        if received:
+            options = (*options, "--otlp", received.url)
         if traced:
             command = [sys.executable, "-m", "stagetrace", "run", "--store", str(store), *options, "--", *command]
         environment = {**self.engine.environment(), **configuration.environment(), "PROBE_DIR": str(folder)}
         entries = [str(PROBE), *filter(None, [environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(entries)
         log = folder / "server.log"
-        with Server(command, port=port, log=log, environment={**environment, **variables}) as server:
-            yield Live(server, port, store, self.prompt, folder)
+        with Server(
+            command, port=port, log=log, environment={**environment, **variables}, deadline=deadline_s
+        ) as server:
+            yield Live(server, port, store, self.prompt, folder, received)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -222,3 +249,17 @@ def untraced(starter: Starter) -> Untraced:
         return Untraced(serial, offline, loaded, live.look_inside())
     finally:
         serve.close()
+
+
+@pytest.fixture(scope="session")
+def ships(starter: Starter) -> Iterator[Any]:
+    """Several servers at a time: see :class:`tests.engine.fleet.Fleet`."""
+    from tests.engine.fleet import fleet  # which needs what is defined above
+
+    with fleet(starter) as running:
+        yield running
+
+
+@pytest.fixture
+def ends() -> None:
+    """For a test that ends a server of the fleet."""

@@ -29,11 +29,18 @@ class ServerFailed(AssertionError):
     """The server did not start, did not answer in time or did not leave."""
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """Return a port nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """Return a port nobody listens on at the moment, and nobody here has been given: servers may start side by side."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port = int(probe.getsockname()[1])
+        if port not in _given:
+            _given.add(port)
+            return port
 
 
 def port_is_free(port: int) -> bool:
@@ -244,42 +251,58 @@ class ClientResult:
 
 def send(
     port: int,
-    body: Mapping[str, Any],
+    body: Mapping[str, Any] | bytes,
     headers: Mapping[str, str] | None = None,
     *,
     path: str | None = None,
     timeout: float = 120.0,
     hang_up_after_chunks: int | None = None,
     hang_up_after_s: float | None = None,
+    hang_up_when: threading.Event | None = None,
 ) -> ClientResult:
     """Send one request and read its answer, streamed or not. The path follows from the body unless given.
 
-    With ``hang_up_after_*`` the client closes its connection after so many chunks of text or seconds.
+    A body in bytes is sent as it is. The client closes its connection after ``hang_up_after_chunks`` of text, or
+    ``hang_up_after_s`` from its sending, or when it is told to.
     """
-    where = path or ("/v1/chat/completions" if "messages" in body else "/v1/completions")
-    payload = json.dumps(body).encode()
+    payload = body if isinstance(body, bytes) else json.dumps(body).encode()
+    chat = isinstance(body, bytes) or "messages" in body
+    where = path or ("/v1/chat/completions" if chat else "/v1/completions")
     result = ClientResult()
     connection = http.client.HTTPConnection(HOST, port, timeout=timeout)
-    hang_up = None
+    answered = threading.Event()
     try:
         connection.connect()
-        if hang_up_after_s is not None:
-            hang_up = _hang_up_later(connection, hang_up_after_s, result)
         result.sent_ns = time.monotonic_ns()
         connection.request("POST", where, payload, {"Content-Type": "application/json", **(headers or {})})
+        if hang_up_after_s is not None or hang_up_when is not None:
+            _hang_up_later(connection, hang_up_when or threading.Event(), hang_up_after_s, answered, result)
         _read(connection.getresponse(), result, hang_up_after_chunks)
     except (OSError, http.client.HTTPException):
         if not result.hung_up:
             raise
     finally:
         result.end_ns = time.monotonic_ns()
-        if hang_up is not None:
-            hang_up.cancel()
+        answered.set()
         connection.close()
     return result
 
 
 chat = completion = send
+
+
+def send_half(
+    port: int, body: bytes, headers: Mapping[str, str] | None = None, *, path: str | None = None
+) -> ClientResult:
+    """Announce more than is sent, and leave."""
+    result = ClientResult(sent_ns=time.monotonic_ns(), hung_up=True)
+    connection = http.client.HTTPConnection(HOST, port, timeout=20)
+    connection.putrequest("POST", path or "/v1/completions")
+    for name, value in {"Content-Type": "application/json", "Content-Length": "5000", **(headers or {})}.items():
+        connection.putheader(name, value)
+    connection.endheaders(body)
+    connection.close()
+    return result
 
 
 def run_many(
@@ -294,16 +317,18 @@ def run_many(
         return list(pool.map(lambda pair: send(port, pair[0], pair[1]), zip(bodies, extra, strict=True)))
 
 
-def _hang_up_later(connection: http.client.HTTPConnection, seconds: float, result: ClientResult) -> threading.Timer:
+def _hang_up_later(
+    connection: http.client.HTTPConnection, told: threading.Event, seconds: float | None, answered: threading.Event,
+    result: ClientResult,
+) -> None:  # fmt: skip
     def close() -> None:
-        result.hung_up = True
-        if connection.sock is not None:
-            connection.sock.shutdown(socket.SHUT_RDWR)
+        told.wait(seconds)
+        if not answered.is_set():
+            result.hung_up = True
+            if connection.sock is not None:
+                connection.sock.shutdown(socket.SHUT_RDWR)
 
-    timer = threading.Timer(seconds, close)
-    timer.daemon = True
-    timer.start()
-    return timer
+    threading.Thread(target=close, daemon=True).start()
 
 
 def _read(response: http.client.HTTPResponse, result: ClientResult, hang_up_after_chunks: int | None) -> None:
@@ -332,7 +357,8 @@ def _absorb(event: dict[str, Any], result: ClientResult, now: int, *, streamed: 
         result.error = json.dumps(event["error"])
         return
     inner = event.get("response") or event.get("message") or {}  # of the responses and messages APIs
-    result.response_id = event.get("id") or inner.get("id") or result.response_id
+    named = event.get("id") or event.get("request_id") or inner.get("id")
+    result.response_id = named or result.response_id
     result.usage = event.get("usage") or inner.get("usage") or result.usage
     said = [_said(choice, result) for choice in event.get("choices", ())]
     delta = event.get("delta") or {}

@@ -16,6 +16,7 @@ from stagetrace import load, session
 from tests.engine.configurations import CONFIGURATIONS
 from tests.engine.conftest import Starter, serial_bodies
 from tests.engine.serving import ClientResult, run_many, send
+from tests.invariants import violations
 from tests.receivers import silent
 
 PROGRAM = """
@@ -64,7 +65,12 @@ def test_a_server_serves_on_without_stagetrace_run(starter: Starter) -> None:
             clients.join(120)
             assert [(r.status, r.error, r.finish_reasons) for r in running] == [(200, None, {0: "length"})] * 4
             assert [r.text for r in run_many(live.port, bodies, 1)] == [r.text for r in before]
-            assert {r.request_id for r in load(live.store).requests} >= {r.response_id for r in before}
+            stored = load(live.store).requests
+            assert [said for record in stored for said in violations(record)] == []
+            assert len({(r.trace_id, r.span_id) for r in stored}) == len(stored), "one root each"
+            assert {r.request_id for r in stored if r.status != "in_flight"} == {r.response_id for r in before}
+            left = {r.request_id for r in stored if r.status == "in_flight"}
+            assert left and left <= {r.response_id for r in running}, "as far as they had come"
 
             again = [sys.executable, "-m", "stagetrace", "run", "--no-store", "--", "true"]
             assert subprocess.run(again, timeout=60).returncode == 0

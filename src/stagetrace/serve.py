@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .faults import Fault
+from .session import ENV
 
 HOST = "127.0.0.1"
 READY_S = 900.0
@@ -61,9 +62,8 @@ class Served:
         self.command = [sys.executable, "-m", "stagetrace", "run", "--store", str(store), "--", *command]
         self.port, self.store, self.log, self.tick = port, store, log, tick
         # A session of somebody else's, or recording switched off, is not for this server.
-        ours = {name: value for name, value in os.environ.items() if not name.startswith("STAGETRACE")}
-        kept = {name: value for name, value in os.environ.items() if name == "STAGETRACE_TMPDIR"}
-        self.environment = {**ours, **kept, **(environment or {})}
+        kept = {name: value for name, value in os.environ.items() if name not in ("STAGETRACE", ENV)}
+        self.environment = {**kept, **(environment or {})}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

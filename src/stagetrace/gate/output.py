@@ -34,8 +34,12 @@ def headline(report: Report) -> str:
         return f"PASS: no stage is slower by an effect of interest, over {runs}{seen}"
     open_ = [row.measure.title for row in report.rows if row.outcome.verdict == INCONCLUSIVE]
     open_ += [row.budget.text for row in report.budgets if row.verdict == INCONCLUSIVE]
-    needed = f"{report.runs_needed} runs a side would" if report.runs_needed else "No practical number of runs would"
-    return f"INCONCLUSIVE: {runs} cannot tell for {', '.join(open_)}{seen}. {needed} decide"
+    needed = (
+        f"{report.runs_needed} runs a side would decide"
+        if report.runs_needed
+        else "No practical number of runs would decide: it takes a quieter machine, or larger effects of interest"
+    )
+    return f"INCONCLUSIVE: {runs} cannot tell for {', '.join(open_)}{seen}. {needed}"
 
 
 def _could_have_seen(report: Report) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 
 from stagetrace.exporting import Exporter, LiveSink, Options, RequestRecord, RunRecord, Say, Sink
@@ -16,11 +15,12 @@ def make(options: Options, environment: Mapping[str, str], say: Say) -> Sink | N
     if settings is None:
         return None
     # Half a second of imports, for those who want it only.
+    from .reasons import listen
     from .sink import OtlpSink
 
     if options.tracer_provider is None:  # else this is the host's process, and its loggers are the host's
         # The official exporters write lines of their own for every failure, with tracebacks; ours says it once.
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        listen()
     return OtlpSink(settings, options.health, say)
 
 

@@ -30,6 +30,7 @@ from stagetrace.exporting import (
 )
 from stagetrace.exporting import Observation as Seen
 
+from .reasons import complaint, heard
 from .settings import Signal
 
 #: Our labels under the conventions' names, where they have one.
@@ -146,9 +147,7 @@ def metric_exporter(signal: Signal, say: Say) -> MetricExporter:
     def export(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = base.export(self, *args, **kwargs)
         if result is not MetricExportResult.SUCCESS and not said:
-            said.append(
-                "the OTLP endpoint did not take metrics; serving goes on (OTEL_METRICS_EXPORTER=none: send none)"
-            )
+            said.append(complaint(signal, "metrics", "OTEL_METRICS_EXPORTER=none sends none", heard.of()))
             say(said[0])
         return result
 

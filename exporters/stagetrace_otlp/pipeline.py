@@ -14,6 +14,9 @@ from opentelemetry.trace import Link
 
 from stagetrace.exporting import Say
 
+from .reasons import complaint, heard, reason
+from .settings import Signal
+
 #: Bytes per message, as estimated by :func:`weight`: well below the 4 MiB that a gRPC receiver takes.
 BATCH_BYTES = 2 << 20
 #: So many failed messages may lie about as garbage before it is collected: about 0.3 MB each.
@@ -31,11 +34,13 @@ class Pipeline:
         queue_spans: int = 16_384,
         batch_spans: int = 512,
         delay_s: float = 1.0,
+        to: Signal | None = None,
     ) -> None:
         self.sent = 0
         self.dropped = dropped
         self._exporter = exporter
         self._say = say
+        self._to = to
         self._room = queue_spans
         self._batch = batch_spans
         self._delay_s = delay_s
@@ -47,12 +52,19 @@ class Pipeline:
         self._wake = threading.Condition()
         self._hurry = self._closing = self._over = self._complained = False
         # Started only now, in the collector: never in an engine's process.
-        threading.Thread(target=self._work, name="stagetrace-otlp", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="stagetrace-otlp", daemon=True)
+        self._thread.start()
 
     @property
     def held(self) -> int:
         """Spans that wait."""
         return self._held
+
+    @property
+    def trouble(self) -> str:
+        """Where spans do not go and why, in one line, unless that has been said or is not known."""
+        why = heard.of(self._thread.ident)
+        return f"{self._to.shown}: {why}" if self._to and why and not self._complained else ""
 
     def put(self, spans: Sequence[ReadableSpan]) -> None:
         """Queue one trace; never waits for the endpoint."""
@@ -111,11 +123,11 @@ class Pipeline:
         return taken
 
     def _export(self, message: list[ReadableSpan]) -> None:
-        reason = "refused"
+        kind, why = "refused", ""
         try:
             accepted = self._exporter.export(message) is SpanExportResult.SUCCESS
         except Exception as error:  # ours to survive, whatever an exporter raises
-            accepted, reason = False, type(error).__name__
+            accepted, kind, why = False, type(error).__name__, reason(error)
         with self._wake:
             if self._over:  # close() has given it up, and counted it
                 return
@@ -123,15 +135,15 @@ class Pipeline:
             if accepted:
                 self.sent += len(message)
             else:
-                self.dropped[reason] += len(message)
+                self.dropped[kind] += len(message)
             self._wake.notify_all()
         if not accepted:
-            self._fail(message)
+            self._fail(message, why or heard.of())
 
-    def _fail(self, message: list[ReadableSpan]) -> None:
+    def _fail(self, message: list[ReadableSpan], why: str) -> None:
         if not self._complained:
             self._complained = True
-            self._say(f"the OTLP endpoint did not take {len(message)} spans; serving goes on, drops are counted")
+            self._say(complaint(self._to, f"{len(message)} spans", "drops are counted", why))
         # The official exporters keep the error in the frame that it was raised in: a cycle, which holds the message in
         # both its forms. So few objects, old ones, do not bring Python's own collection about for many minutes.
         message.clear()

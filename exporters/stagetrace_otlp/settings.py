@@ -7,10 +7,10 @@ exporters themselves; they are not repeated here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from urllib.parse import SplitResult, urlsplit
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult
 
-from stagetrace.exporting import Options, Say
+from stagetrace.exporting import Options, Say, parse_address, shown_address
 
 from .policy import Policy
 
@@ -24,6 +24,9 @@ class Signal:
 
     protocol: str
     endpoint: str | None
+    #: What names it, and what of it may be shown.
+    origin: str = field(default="", compare=False)
+    shown: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,23 @@ def _signal(name: str, url: SplitResult | None, env: Mapping[str, str], say: Say
     if url is None and not chosen and not any(place in env for place in places):
         return None
     protocol = _protocol(name, url, env)
-    return Signal(protocol, None if url is None else _endpoint(url, protocol, name.lower()))
+    if url is not None:
+        endpoint = _endpoint(url, protocol, name.lower())
+        return Signal(protocol, endpoint, "--otlp", shown_address(endpoint))
+    origin = next((place for place in reversed(places) if place in env), places[0])
+    return Signal(protocol, None, origin, _named(origin, env.get(origin, ""), protocol, name.lower()))
+
+
+def _named(variable: str, value: str, protocol: str, signal: str) -> str:
+    """What to show of the place a variable names; ValueError if nothing can be sent there."""
+    shown = shown_address(value)
+    # Over gRPC, HOST:PORT and whatever else gRPC resolves will do.
+    if value and not parse_address(value) and (protocol != "grpc" or "://" in value or not value.isprintable()):
+        raise ValueError(f"{variable}={shown}: not a URL such as http://localhost:4318; correct or unset it")
+    if protocol == "grpc":
+        return shown or f"http://localhost:{_GRPC_PORT}"
+    base = shown or "http://localhost:4318"
+    return base if variable.endswith(f"_{signal.upper()}_ENDPOINT") else f"{base.rstrip('/')}/v1/{signal}"
 
 
 def _protocol(name: str, url: SplitResult | None, env: Mapping[str, str]) -> str:
@@ -89,14 +108,10 @@ def _protocol(name: str, url: SplitResult | None, env: Mapping[str, str]) -> str
 
 def _url(text: str) -> SplitResult:
     """The parts of ``--otlp``; ValueError for what no request can be sent to."""
-    fault = f"--otlp {text}: not a URL such as http://localhost:4318 or http://localhost:4317 (gRPC)"
-    try:
-        url = urlsplit(text)
-        usable = url.scheme in ("http", "https") and url.hostname and url.port != 0 and text.isprintable()
-    except ValueError:
-        usable = False
-    if not usable or " " in text or url.query or url.fragment:
-        raise ValueError(fault)
+    url = parse_address(text)
+    if url is None or url.query or url.fragment:
+        place = shown_address(text)
+        raise ValueError(f"--otlp {place}: not a URL such as http://localhost:4318 or http://localhost:4317 (gRPC)")
     return url
 
 

@@ -40,7 +40,7 @@ class OtlpSink:
         if settings.traces:
             self.pipeline = Pipeline(
                 span_exporter(settings.traces), say, health.spans_dropped,
-                settings.queue_spans, settings.batch_spans, settings.delay_s,
+                settings.queue_spans, settings.batch_spans, settings.delay_s, settings.traces,
             )  # fmt: skip
 
     def run(self, run: RunRecord) -> None:
@@ -86,7 +86,8 @@ class OtlpSink:
             self._metrics.close()
         if dropped := self._health.spans_dropped.total():
             reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self._health.spans_dropped.items()))
-            self._say(f"{dropped} spans were not exported ({reasons})")
+            trouble = self.pipeline.trouble if self.pipeline else ""
+            self._say(f"{dropped} spans were not exported ({reasons}){f'; {trouble}' if trouble else ''}")
 
     def _ready(self) -> Metrics | None:
         """The metrics, once it is known what they are about."""

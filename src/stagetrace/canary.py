@@ -9,6 +9,8 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
+from . import address
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
@@ -29,23 +31,19 @@ class Canary(NamedTuple):
 
 def fly(otlp: str | None = None) -> Canary:
     """Send it to ``otlp``, or to where the environment says; at most :data:`LIMIT_S` are spent on it."""
-    try:
-        origin, endpoint = _endpoint(otlp)
-        parts = urlsplit(endpoint or "")
-        grpc = endpoint is not None and _grpc(origin, endpoint)
-    except ValueError:  # a port that is no number
-        origin, endpoint, parts, grpc = "the OTLP endpoint", otlp or "", urlsplit(""), False
+    origin, endpoint = _endpoint(otlp)
     if endpoint is None:
         return Canary()
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        return _failed(endpoint, f"{origin} {endpoint}: not an address; write it as http://HOST:4318")
+    parts, place = address.parse(endpoint), address.shown(endpoint)
+    if parts is None:
+        return _failed(place, f"{origin} {place}: not an address; write it as http://HOST:4318")
     said = _Said()
-    if _send(endpoint, grpc, said):
-        return Canary(1, 0, endpoint)
+    if _send(endpoint, _grpc(origin, endpoint), said):
+        return Canary(1, 0, place)
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    why = _unreachable(parts.hostname, port) or said.why() or "no answer in time"
+    why = _unreachable(parts.hostname or "", port) or said.why() or "no answer in time"
     cure = f"start a collector there, or correct {origin}"
-    return _failed(endpoint, f"{origin}: no span arrives at {endpoint} ({why}); {cure}")
+    return _failed(place, f"{origin}: no span arrives at {place} ({why}); {cure}")
 
 
 def _failed(endpoint: str, fault: str) -> Canary:
@@ -68,8 +66,9 @@ def _endpoint(otlp: str | None) -> tuple[str, str | None]:
 def _grpc(origin: str, endpoint: str) -> bool:
     """As the exporter decides it: by the environment, else by the usual port of a plain ``--otlp``."""
     protocol = next((os.environ[name] for name in _PROTOCOLS if os.environ.get(name)), "")
-    parts = urlsplit(endpoint)
-    return protocol == "grpc" if protocol else origin == "--otlp" and parts.port == 4317 and parts.path in ("", "/")
+    parts = address.parse(endpoint)
+    usual = parts is not None and parts.port == 4317 and parts.path in ("", "/")
+    return protocol == "grpc" if protocol else origin == "--otlp" and usual
 
 
 def _send(endpoint: str, grpc: bool, said: _Said) -> bool:
@@ -98,11 +97,13 @@ def _send(endpoint: str, grpc: bool, said: _Said) -> bool:
         finally:
             ready.set()
 
-    logger = logging.getLogger("opentelemetry")
-    propagate, logger.propagate = logger.propagate, False
-    level = logger.level
-    logger.setLevel(logging.WARNING)  # whatever this process has made of it: the exporter's words are the reason
-    logger.addHandler(said)
+    # Whatever this process has made of them: the exporter's words are the reason.
+    loggers = [logging.getLogger(name) for name in ("opentelemetry", "opentelemetry.exporter")]
+    before = [(logger, logger.propagate, logger.level) for logger in loggers]
+    for logger in loggers:
+        logger.propagate = False
+        logger.setLevel(logging.WARNING)
+        logger.addHandler(said)
     try:
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
@@ -110,9 +111,10 @@ def _send(endpoint: str, grpc: bool, said: _Said) -> bool:
         thread.join(LIMIT_S)
         return bool(results) and results[0]
     finally:
-        logger.removeHandler(said)
-        logger.setLevel(level)
-        logger.propagate = propagate
+        for logger, propagate, level in before:
+            logger.removeHandler(said)
+            logger.setLevel(level)
+            logger.propagate = propagate
 
 
 def _exporter(endpoint: str, grpc: bool) -> SpanExporter:

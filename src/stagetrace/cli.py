@@ -205,7 +205,9 @@ def main() -> None:
     from .collect.sinks import ExportError
     from .session import SessionError
     from .store import StoreError
+    from .terminal import spare
 
+    spare()
     try:
         code = app(prog_name="stagetrace", standalone_mode=False)
         if sys.stdout is not None:

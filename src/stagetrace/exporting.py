@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from .address import parse as parse_address
+from .address import shown as shown_address
 from .metrics import INSTRUMENTS, Engines, Instrument, Observation, of_gpu, of_requests, of_steps
 from .model import GpuSample, RequestRecord, RunRecord, StageRecord, StepRecord
 from .parents import Caller
@@ -43,7 +45,9 @@ __all__ = [
     "of_gpu",
     "of_requests",
     "of_steps",
+    "parse_address",
     "percentile",
+    "shown_address",
 ]
 
 #: Prints one line for the person at the terminal.

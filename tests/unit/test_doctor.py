@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from stagetrace import canary, doctor, marks, session
+from stagetrace import address, canary, doctor, marks, session
 from stagetrace.collect.loop import Collector
 from stagetrace.hooks import HookGroup, HookSpec
 from stagetrace.live import server as server_of
@@ -25,6 +25,7 @@ from stagetrace.runtime import Integration
 from stagetrace.stages import STAGES
 from stagetrace_vllm import environment
 from tests.unit.helpers import Engine, free_port
+from tests.unit.test_address import UNUSABLE
 from tests.unit.test_cli import Cli
 
 SOURCE = """
@@ -378,8 +379,9 @@ def test_somebody_who_never_answers() -> None:
     assert found.failed == 1 and found.fault is not None and "(" in found.fault
 
 
-@pytest.mark.parametrize("url", ["nonsense", "localhost:4318", "http://h:port", "ftp://x"])
+@pytest.mark.parametrize("url", [*filter(None, UNUSABLE), "http://user:secret@a..b"])
 def test_what_is_no_endpoint(url: str) -> None:
     found = canary.fly(url)
     assert (found.sent, found.failed) == (0, 1)
-    assert found.fault is not None and url in found.fault and "\n" not in found.fault
+    assert found.fault is not None and "not an address" in found.fault and found.fault.isprintable()
+    assert address.shown(url) in found.fault and "secret" not in f"{found}"

@@ -25,6 +25,7 @@ from stagetrace.loadgen.wire import Broken, Response, events
 from stagetrace.propagation import parse
 from tests.unit.fake_server import Fake, serving, text
 from tests.unit.helpers import DEADLINE_S, free_port, plain_environment, wait_until
+from tests.unit.test_address import UNUSABLE
 from tests.unit.test_cli import Cli
 
 Start = Callable[..., Fake]
@@ -345,6 +346,26 @@ def test_what_cannot_be_sent(stagetrace: Cli, arguments: tuple[str, ...], names:
     Path("other").write_text("somebody's letter")
     assert names in stagetrace.refused("load", *arguments)
     assert Path("other").read_text() == "somebody's letter"
+
+
+@pytest.mark.parametrize("url", [*UNUSABLE, "http://127.0.0.1:1/é"])
+def test_what_is_no_server_s_address(stagetrace: Cli, url: str) -> None:
+    assert "not a server's address; write it as http://HOST:PORT" in stagetrace.refused("load", "--url", url)
+
+
+def test_a_password_in_the_address_is_sent_and_never_shown(
+    stagetrace: Cli, server: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("STAGETRACE_API_KEY", raising=False)
+    fake = server()
+    url = fake.url.replace("://", "://user:sec%20ret@")
+    code, out, err = stagetrace("load", "--url", url, "--requests", "1", "-o", "client.json")
+    assert code == 0 and {headers["authorization"] for headers, _ in fake.asked} == {"Basic dXNlcjpzZWMgcmV0"}
+    refused = stagetrace.refused("load", "--url", "http://user:sec%20ret@127.0.0.1:1")
+    for seen in (out, err, Path("client.json").read_text(), refused):
+        assert "ret@" not in seen and "user:" not in seen
+    monkeypatch.setenv("STAGETRACE_API_KEY", "clé")
+    assert "STAGETRACE_API_KEY" in stagetrace.refused("load", "--url", fake.url)
 
 
 def test_an_older_client_file_is_replaced(stagetrace: Cli, server: Start) -> None:

@@ -211,9 +211,12 @@ def test_an_endpoint_for_traces_only_is_said_once(protocol: str, monkeypatch: py
         wait_until(lambda: len(said) > 1, "a refusal")
         time.sleep(0.3)
         sink.close()
-    assert said[1:] == [
-        "the OTLP endpoint did not take metrics; serving goes on (OTEL_METRICS_EXPORTER=none: send none)"
-    ]
+    (line,) = said[1:]
+    place, why = (endpoint.url, "UNAVAILABLE") if protocol == "grpc" else (f"{endpoint.url}/v1/metrics", "HTTP 404")
+    assert line == (
+        f"the OTLP endpoint {place} did not take metrics ({why}); serving goes on, OTEL_METRICS_EXPORTER=none sends "
+        "none; start a collector there, or correct --otlp"
+    )
 
 
 # ---------------------------------------------------------------- our own health

@@ -93,6 +93,9 @@ def test_the_environment_says_the_rest() -> None:
     assert found.metrics == settings.Signal("http/protobuf", None)
     found = read({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, otlp="http://h:4317")
     assert found and found.traces == settings.Signal("http/protobuf", "http://h:4317/v1/traces")
+    # Over gRPC, whatever gRPC resolves.
+    found = read({"OTEL_EXPORTER_OTLP_ENDPOINT": "h:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+    assert found and found.traces and found.traces.shown == "h:4317"
     found = read({"OTEL_TRACES_EXPORTER": "otlp"})
     assert found and found.traces and not found.metrics
     more = {"OTEL_BSP_MAX_QUEUE_SIZE": "7", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "3", "OTEL_BSP_SCHEDULE_DELAY": "50"}
@@ -108,6 +111,8 @@ def test_the_environment_says_the_rest() -> None:
         ({}, {"otlp": "http://h:99999"}, "--otlp http://h:99999"),
         ({}, {"otlp": "http://"}, "--otlp http://"),
         ({}, {"otlp": "http://a b"}, "--otlp http://a b"),
+        ({}, {"otlp": "http://a..b:1"}, "--otlp http://a..b:1"),
+        ({}, {"otlp": "http://user:secret@h:99999"}, "--otlp http://h:99999"),
         ({}, {"otlp": "http://h", "sample": 1.5}, "--sample 1.5"),
         ({}, {"otlp": "http://h", "sample": float("nan")}, "--sample nan"),
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, {"otlp": "http://h"}, "OTEL_EXPORTER_OTLP_PROTOCOL=http/json"),
@@ -301,6 +306,50 @@ def test_a_bad_endpoint_costs_traces_which_are_counted_and_three_seconds(
     assert health.spans_dropped["queue_full"] >= 13 * 10
     (last,) = [line for line in said if "were not exported" in line]
     assert str(health.spans_dropped.total()) in last
+
+
+@pytest.mark.parametrize(
+    ("place", "protocol", "why"),
+    [
+        (lambda: dead(4318), "http/protobuf", "Connection refused"),
+        (lambda: dead(4317), "grpc", "UNAVAILABLE"),
+        (lambda: receiver(404), "http/protobuf", "HTTP 404"),
+        (lambda: receiver(429), "http/protobuf", "Too Many Requests"),
+    ],
+)
+def test_what_is_not_taken_is_said_with_the_place_the_reason_and_the_cure(
+    place: Place, protocol: str, why: str, records: list[RequestRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+    said: list[str] = []
+    with place() as where:
+        url = where.url if isinstance(where, Receiver) else where
+        sink = made(said, otlp=url.replace("://", "://user:secret@") if protocol != "grpc" else url)
+        sink.requests(records[:1])
+        sink.flush()
+        wait_until(lambda: len(said) > 1, "a line")
+        sink.close()
+    path = "" if protocol == "grpc" else "/v1/traces"
+    assert said[1] == (
+        f"the OTLP endpoint {url}{path} did not take 13 spans ({why}); serving goes on, drops are counted; "
+        "start a collector there, or correct --otlp"
+    )
+
+
+def test_a_run_that_ends_first_says_where_and_why_too(
+    records: list[RequestRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+    said: list[str] = []
+    with dead(4318) as url:
+        sink = made(said, otlp=url)
+        sink.requests(records[:1])
+        sink.flush()
+        time.sleep(0.5)
+        sink.close()
+    assert said[1:] == [f"13 spans were not exported (shutdown 13); {url}/v1/traces: Connection refused"]
 
 
 class Held(SpanExporter):

@@ -143,6 +143,7 @@ def test_prometheus_can_scrape_while_the_command_runs() -> None:
     ("options", "says"),
     [
         (("--otlp", "localhost:4318"), "--otlp localhost:4318"),
+        (("--otlp", "http://user:secret@a..b:1"), "--otlp http://a..b:1: not a URL"),
         (("--sample", "2"), "--sample 2"),
         (("--sample", "x"), "--sample"),
         (("--prometheus", "nowhere"), "--prometheus nowhere"),
@@ -266,5 +267,9 @@ def test_a_variable_that_others_read_too_keeps_no_server_from_starting(monkeypat
     done = run("--no-store")
     assert (done.returncode, done.stdout) == (5, "served None\n")
     assert "OTEL_TRACES_SAMPLER=jaeger_remote" in done.stderr and "nothing is exported" in done.stderr
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "user:secret@foo")
+    done = run("--no-store")
+    assert (done.returncode, done.stdout) == (5, "served None\n") and "secret" not in done.stderr
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT=foo: not a URL" in done.stderr and "nothing is exported" in done.stderr
     refused = run("--no-store", "--otlp", "http://127.0.0.1:9")
     assert (refused.returncode, refused.stdout) == (2, "")

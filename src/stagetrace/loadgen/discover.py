@@ -26,16 +26,16 @@ class Served:
 
 def discover(target: Target, settings: Settings, headers: dict[str, str]) -> Served:
     """Look the model up; Fault if nobody answers, or the model is not there."""
-    status, body = _get(target, "/v1/models", settings.url, headers)
+    status, body = _get(target, "/v1/models", settings.place, headers)
     models = _models(body) if status == 200 else []
     names = [str(model["id"]) for model in models]
     if settings.model is None and not names:
-        raise Fault(f"{settings.url}: /v1/models lists no model (HTTP {status}); name one with --model")
+        raise Fault(f"{settings.place}: /v1/models lists no model (HTTP {status}); name one with --model")
     if settings.model is not None and names and settings.model not in names:
-        raise Fault(f"{settings.url}: unknown model {settings.model}; the server has: {', '.join(names)}")
+        raise Fault(f"{settings.place}: unknown model {settings.model}; the server has: {', '.join(names)}")
     chosen = settings.model or names[0]
     limit = next((m.get("max_model_len") for m in models if m["id"] == chosen), None)
-    return Served(chosen, limit if isinstance(limit, int) else None, _caching(target, settings.url, headers))
+    return Served(chosen, limit if isinstance(limit, int) else None, _caching(target, settings.place, headers))
 
 
 def _models(body: bytes) -> list[dict[str, Any]]:

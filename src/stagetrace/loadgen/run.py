@@ -45,7 +45,7 @@ class Outcome:
 def run_load(settings: Settings, tick: Tick) -> Outcome:
     """Send the load; Fault, before any of it is sent, for what cannot be. Ctrl-C ends it with what there is."""
     target, prompt, output = settings.checked()
-    headers = _authorization()
+    headers = _authorization(target)
     served = discover(target, settings, headers)
     longest = max(prompt.longest, 1) + output.longest
     if served.max_model_len is not None and longest > served.max_model_len:
@@ -59,9 +59,12 @@ def run_load(settings: Settings, tick: Tick) -> Outcome:
     return load.outcome
 
 
-def _authorization() -> dict[str, str]:
+def _authorization(target: Target) -> dict[str, str]:
     key = os.environ.get(API_KEY)
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    if key and not (key.isascii() and key.isprintable()):
+        raise Fault(f"{API_KEY}: not a key that can be sent; it has other than printable ASCII characters")
+    value = f"Bearer {key}" if key else target.authorization
+    return {"Authorization": value} if value else {}
 
 
 @dataclass
@@ -131,7 +134,9 @@ class Load:
             self.outcome.before.append(exchange)
             if not exchange.ok and index == 1 and not self._stopped:
                 said = f": {exchange.said}" if exchange.said else ""
-                raise Fault(f"{self.settings.url}{self.settings.path} refused a first request ({exchange.error}{said})")
+                raise Fault(
+                    f"{self.settings.place}{self.settings.path} refused a first request ({exchange.error}{said})"
+                )
             points.append((characters, exchange.prompt_tokens if exchange.ok else None))
         self.outcome.calibration = calibrated(points)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote
 
+from .. import address
 from ..faults import Fault
 from .mix import Mix, parse_mix
 
@@ -21,6 +23,8 @@ class Target:
     port: int
     base: str
     tls: ssl.SSLContext | None
+    #: The ``Authorization`` header that the address itself asks for.
+    authorization: str | None = None
 
     @property
     def netloc(self) -> str:
@@ -29,17 +33,17 @@ class Target:
 
 
 def parse_url(url: str) -> Target:
-    """Read ``http[s]://HOST[:PORT][/PATH][/v1]``; Fault if it is anything else."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        parts, port = urlsplit(""), None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Fault(f"--url {url}: not a server's address; write it as http://HOST:PORT")
+    """Read ``http[s]://[USER:PASSWORD@]HOST[:PORT][/PATH][/v1]``; Fault if it is anything else."""
+    parts = address.parse(url)
+    if parts is None or not parts.path.isascii():
+        raise Fault(f"--url {address.shown(url)}: not a server's address; write it as http://HOST:PORT")
     base = parts.path.rstrip("/").removesuffix("/v1")
     tls = ssl.create_default_context() if parts.scheme == "https" else None
-    return Target(parts.hostname, port or (443 if tls else 80), base, tls)
+    given = None
+    if parts.username is not None:
+        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        given = "Basic " + base64.b64encode(pair.encode()).decode()
+    return Target(parts.hostname or "", parts.port or (443 if tls else 80), base, tls, given)
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,11 @@ class Settings:
             parse_mix("--prompt-tokens", self.prompt_tokens),
             parse_mix("--output-tokens", self.output_tokens),
         )
+
+    @property
+    def place(self) -> str:
+        """The server's address as it may be shown."""
+        return address.shown(self.url)
 
     @property
     def path(self) -> str:

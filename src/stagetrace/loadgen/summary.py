@@ -53,7 +53,7 @@ def document(settings: Settings, outcome: Outcome) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "kind": "load",
-        "url": settings.url,
+        "url": settings.place,
         "path": settings.path,
         "model": outcome.served.model,
         "loop": {"rate": settings.rate} if settings.rate is not None else {"concurrency": settings.concurrency or 1},

@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help bootstrap demo test viewers check format bench faults calibrate clean
+.PHONY: help bootstrap demo test viewers check format bench faults calibrate random gpupath clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## */\1|/p' Makefile | while IFS='|' read -r name text; do \
@@ -39,6 +39,13 @@ faults: bootstrap  ## does time land in the stage it belongs to? a real server, 
 
 calibrate: bootstrap  ## the gate's false alarms and catches on real servers (hours; see ARGS="--help")
 	$(BIN)/python -m tests.calibrate $(ARGS)
+
+random: bootstrap  ## 2,800 random requests to real servers, and every rule for every trace (ten minutes)
+	$(BIN)/python -m tests.randomised $(ARGS)
+
+gpupath: bootstrap  ## endings, context and failing hooks on what one GPU runs, its kernels interpreted (ten minutes)
+	LAYOUT=gpu $(BIN)/python -m pytest tests/engine/test_context.py tests/engine/test_endings.py \
+	    tests/engine/test_raising_hooks.py $(PYTEST_ARGS)
 
 clean:  ## remove what builds and tests left (the environment stays: rm -r .venv)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -162,9 +162,9 @@ def test_a_clock_that_jumps(ships: Fleet, jump_s: int) -> None:
         # Never more than the client saw, and most of that: no stage has gained or lost an hour.
         assert 0.5 * result.e2e_ms <= record.e2e_ms <= result.e2e_ms + 500
         assert record.coverage is not None and record.coverage > 0.8
-    # Nor does it move the requests of one server against each other.
+    # Nor does it move the requests of one server against each other, which take minutes at most.
     order = [record.start_unix_ns for record in [*records, after]]
-    assert max(order) - min(order) < 60 * 10**9
+    assert max(order) - min(order) < 1800 * 10**9
 
 
 # ---------------------------------------------------------------- privacy

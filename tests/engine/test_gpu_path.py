@@ -20,19 +20,32 @@ from stagetrace.guard import MAX_FAILURES
 from stagetrace.model import RequestRecord
 from tests.engine.configurations import CONFIGURATIONS
 from tests.engine.conftest import NAME, OFFLINE_PROMPTS, Live, Starter, Untraced, serial_bodies
+from tests.engine.ends import crowd, ended, kill
 from tests.engine.gpupath.plugin.gpu_default_path.device import WORK_NS
 from tests.engine.kinds import CHAT, IDS_ONLY, Kind, adds_up, ask_all, at_once, chat, check, text
+from tests.engine.saboteur.saboteur_control import MODEL, Control
 from tests.engine.serving import run_many, send
+from tests.engine.ship import Ship
 from tests.invariants import violations
+from tests.randomised import mix
+from tests.randomised.run import random_run
+from tests.receivers import receiver
 
 #: One file, one configuration at a time; each server answers all of these.
 SERVERS = ("v2_async_uni", "v2_async_mp", "v1_async_uni")
 
 
+@pytest.fixture(scope="module")
+def control(tmp_path_factory: pytest.TempPathFactory) -> Control:
+    return Control(tmp_path_factory.mktemp("control") / "orders")
+
+
 @pytest.fixture(scope="module", params=SERVERS)
-def live(request: pytest.FixtureRequest, starter: Starter, untraced: Untraced) -> Iterator[Live]:
+def live(request: pytest.FixtureRequest, starter: Starter, untraced: Untraced, control: Control) -> Iterator[Live]:
     # Few blocks, for evictions; still enough for the longest prompt.
-    yield from starter.start(request.param, traced=True, extra=("--num-gpu-blocks-override", "24"))
+    extra = ("--num-gpu-blocks-override", "24", "--scheduling-policy", "priority", "--enable-scale-out")
+    with receiver() as received:
+        yield from starter.start(request.param, traced=True, extra=extra, received=received, SABOTAGE=str(control.path))
 
 
 ON_DEVICE = ("embedding", "prefill", "lm_head", "sample")
@@ -133,6 +146,32 @@ def test_steps_are_where_the_device_had_them(live: Live) -> None:
         assert sample[1] <= step.update_ns[0]
         assert min(head[1] - head[0], sample[1] - sample[0]) >= WORK_NS - 1000
         reached = sample[1]
+
+
+def test_a_random_mix(live: Live) -> None:
+    """The short form of `make random`."""
+    outcome = random_run(Ship.joining(live), mix.generated(live.prompts, mix.SLOW), count=20, number=22)
+    assert outcome.problems == []
+
+
+#: Who is killed; in the server that is left the model raises, which ends its engine.
+VICTIMS = {"v2_async_uni": "EngineCore", "v2_async_mp": "Worker"}
+
+
+def test_a_server_that_ends(live: Live, control: Control, request: pytest.FixtureRequest) -> None:
+    """This comes last: each with all slots taken and two requests waiting."""
+    ship = Ship.joining(live)
+    calls = crowd(ship)
+    victim = VICTIMS.get(request.node.callspec.params["live"])
+    if victim:
+        kill(ship, victim)
+    else:
+        control.order(engine=MODEL)
+    records = ended(ship, calls, code=0)
+    assert {(r.status, r.finish_reason) for r in records} == {("error", None)}
+    assert {r.error_type for r in records} <= {"500", "engine_died"}
+    assert [r.active_stage for r in records] == ["decode"] * 8 + ["admission"] * 2
+    assert all(r.e2e_ms is not None for r in records)
 
 
 def test_a_device_that_fails_costs_its_times_and_nothing_else(starter: Starter, untraced: Untraced) -> None:

@@ -1,12 +1,11 @@
 """Requests and scheduling of every kind: what each record must say, beside what its client saw.
 
-Three servers: one that generates, with four slots, few blocks and a small budget of tokens a step, one that drafts
-tokens, and one that pools. Each answers its kinds one at a time, then what takes several requests at once.
+One server, with four slots, few blocks and a small budget of tokens a step, answers its kinds one at a time, then what
+takes several requests at once, then a mix of everything, and ends. What drafts and what pools: test_other_servers.py.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 
 from stagetrace import load
 from tests.engine.conftest import NAME, Live, Starter
+from tests.engine.ends import told_to_end
 from tests.engine.kinds import (
     CHAT,
     IDS_ONLY,
@@ -30,23 +30,24 @@ from tests.engine.kinds import (
     chat,
     check,
     reasons,
-    stored,
     text,
     together,
     usage,
 )  # fmt: skip
 from tests.engine.serving import get, send
+from tests.engine.ship import Ship
 from tests.invariants import end_of, violations
+from tests.randomised import mix
+from tests.randomised.run import random_run
+from tests.receivers import receiver
 
 SLOTS, BUDGET, BLOCKS, BLOCK = 4, 256, 24, 128
 GENERATING = (
     "--max-num-seqs", str(SLOTS), "--max-num-batched-tokens", str(BUDGET), "--num-gpu-blocks-override", str(BLOCKS),
     "--scheduling-policy", "priority", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+    "--enable-scale-out",
 )  # fmt: skip
-DRAFTING = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 COMPLETION, RESPONSES = "/v1/completions", "/v1/responses"
-#: Stages of what is pooled.
-POOLED = dict.fromkeys(("lm_head", "sample", "detokenize", "decode"), "not_applicable")
 
 
 SCHEMA = {
@@ -126,7 +127,10 @@ NAMES = (
 
 @pytest.fixture(scope="module")
 def live(starter: Starter) -> Iterator[Live]:
-    yield from starter.start("plain", traced=True, extra=GENERATING, VLLM_ENABLE_RESPONSES_API_STORE="1")
+    with receiver() as received:
+        yield from starter.start(
+            "plain", traced=True, extra=GENERATING, received=received, VLLM_ENABLE_RESPONSES_API_STORE="1"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -285,84 +289,18 @@ class TestScheduled:
         steps = load(live.store).steps  # type: ignore[arg-type]
         assert sum(step.preempted for step in steps) >= sum(r.preemptions for r in records)
 
+    def test_a_random_mix(self, live: Live, kinds: dict[str, Answered]) -> None:
+        """The short form of `make random`."""
+        outcome = random_run(Ship.joining(live), mix.generated(live.prompts), count=60, number=20)
+        assert outcome.problems == []
+        assert {status for status, _ in outcome.endings} == {"ok", "aborted", "error"}
+
+    def test_a_server_that_is_told_to_end(self, live: Live, kinds: dict[str, Answered]) -> None:
+        """This comes last: SIGTERM, with all slots taken and two requests waiting."""
+        told_to_end(Ship.joining(live), SLOTS)
+
 
 def preemptions(live: Live) -> int:
     """The engine's own count."""
     lines = get(live.port, "/metrics")[1].splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_preemptions_total")))
-
-
-@pytest.fixture(scope="module")
-def drafting(starter: Starter) -> Iterator[Live]:
-    extra = ("--speculative-config", json.dumps(DRAFTING))
-    yield from starter.start("plain", traced=True, extra=extra)
-
-
-def test_speculative_decoding(drafting: Live) -> None:
-    """Some steps have several tokens, which share their time; nothing else is special about them."""
-    again = {"messages": [{"role": "user", "content": "one two three four five six seven " * 8}]}
-    regex = {"structured_outputs": {"regex": "(abc ){10}"}, "ignore_eos": False}
-    kinds = {
-        "spec-warm": Kind(CHAT, chat(drafting, 50, 5, 300)),
-        "spec-plain": Kind(CHAT, chat(drafting, 100, 40, 301)),
-        "spec-again": Kind(CHAT, {**chat(drafting, 50, 60, 302), **again}),
-        "spec-again-whole": Kind(CHAT, {**chat(drafting, 50, 60, 302, stream=False), **again}, ttft="internal"),
-        "spec-regex": Kind(CHAT, chat(drafting, 50, 60, 303, **regex), finish="stop"),
-    }
-    found = ask_all(drafting, kinds)
-    for answered in found.values():
-        check(answered)
-        decode = answered.record.stage("decode").attributes
-        assert decode["tokens"] == (answered.record.output_tokens or 0) - 1
-        assert 0 < decode["steps"] <= decode["tokens"]
-    facts = found["spec-regex"].record.stage("decode").attributes
-    assert facts["steps"] < 0.7 * facts["tokens"], "drafts of so regular a text are accepted"
-    assert found["spec-regex"].record.token_times_ms == sorted(found["spec-regex"].record.token_times_ms)
-    records = together(drafting, {f"spec-{i}": {**chat(drafting, 50, 50, 310 + i), **again} for i in range(4)}, 0.01)
-    assert [v for r in records.values() for v in violations(r, complete=True)] == []
-    for record in records.values():
-        adds_up(record)
-
-
-@pytest.fixture(scope="module")
-def pooling(starter: Starter) -> Iterator[Live]:
-    yield from starter.start("plain", traced=True, extra=("--runner", "pooling", "--convert", "embed"))
-
-
-def pooled(live: Live) -> dict[str, Kind]:
-    """Kinds of a server that embeds."""
-    short, longer, longest = (text(live, tokens, 400 + tokens) for tokens in (60, 300, 2500))
-    embeds: dict[str, Any] = {"path": "/v1/embeddings", "operation": "embeddings", "finish": "stop", "ttft": None}
-    scores: dict[str, Any] = {"states": NO_TEMPLATE | POOLED, "finish": "stop", "ttft": None}
-    return {
-        "embed": Kind(body={"model": NAME, "input": short}, states=NO_TEMPLATE | POOLED, **embeds),
-        "embed-several": Kind(
-            body={"model": NAME, "input": [short, longer, longest]}, states=NO_TEMPLATE | POOLED, sequences=3, **embeds
-        ),
-        "embed-ids": Kind(body={"model": NAME, "input": list(range(10, 60))}, states=IDS_ONLY | POOLED, **embeds),
-        "embed-messages": Kind(
-            body={"model": NAME, "messages": [{"role": "user", "content": short}]}, states=POOLED, **embeds
-        ),
-        "pooling": Kind("/pooling", {"model": NAME, "input": short}, "pooling", **scores),
-        "score": Kind("/v1/score", {"model": NAME, "text_1": short, "text_2": longer}, "score", sequences=2, **scores),
-        "rerank": Kind(
-            "/rerank", {"model": NAME, "query": short, "documents": [longer, short]}, "rerank", sequences=3, **scores
-        ),
-    }  # fmt: skip
-
-
-def test_what_is_pooled(pooling: Live) -> None:
-    """Nothing is sampled, sent in pieces or decoded; the prompt is all there is."""
-    found = ask_all(pooling, pooled(pooling))
-    for name, answered in found.items():
-        check(answered)
-        assert sum(r.prompt_tokens or 0 for r in answered.records) == usage(answered.client)[0], name
-        for record in answered.records:
-            assert (record.output_tokens, record.ttft_ms, record.coverage_ttft) == (0, None, None)
-            assert record.prefill_ms is not None and record.queue_ms is not None
-            prefill = record.stage("prefill").attributes
-            assert prefill["tokens"] == record.prompt_tokens - record.cached_tokens
-    refused = send(pooling.port, pooling.body(20, 3), {"x-request-id": "no-chat"})
-    (record,) = stored(pooling, ["no-chat"])["no-chat"]
-    assert (refused.status, record.status, record.http_status) == (404, "error", 404)
-    assert violations(record) == []

@@ -188,7 +188,8 @@ UNSEEN = {
     "KVCacheManager.get_computed_blocks-enter": {"admission", "kv_allocate"},
     "Scheduler._free_request-leave": {"decode", "teardown"},
     "Worker.execute_model-enter": {"embedding", "prefill", "lm_head", "sample"},
-    ("Sampler.__call__-leave" if GPU_LIKE else "GPUModelRunner._sample-leave"): {"sample"},
+    # With the V2 runner the head's end goes with the hook that is removed, too.
+    **({"Sampler.__call__-leave": {"lm_head", "sample"}} if GPU_LIKE else {"GPUModelRunner._sample-leave": {"sample"}}),
     "_embedding_left-enter": {"embedding"},
 }
 

@@ -6,6 +6,8 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
@@ -97,7 +99,17 @@ def _send(endpoint: str, grpc: bool, said: _Said) -> bool:
         finally:
             ready.set()
 
-    # Whatever this process has made of them: the exporter's words are the reason.
+    with _listening(said):
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        ready.wait()
+        thread.join(LIMIT_S)
+        return bool(results) and results[0]
+
+
+@contextmanager
+def _listening(said: logging.Handler) -> Iterator[None]:
+    """Whatever this process has made of these loggers: the exporter's words are the reason, and not for the terminal."""
     loggers = [logging.getLogger(name) for name in ("opentelemetry", "opentelemetry.exporter")]
     before = [(logger, logger.propagate, logger.level) for logger in loggers]
     for logger in loggers:
@@ -105,11 +117,7 @@ def _send(endpoint: str, grpc: bool, said: _Said) -> bool:
         logger.setLevel(logging.WARNING)
         logger.addHandler(said)
     try:
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        ready.wait()
-        thread.join(LIMIT_S)
-        return bool(results) and results[0]
+        yield
     finally:
         for logger, propagate, level in before:
             logger.removeHandler(said)

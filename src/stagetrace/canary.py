@@ -109,7 +109,7 @@ def _send(endpoint: str, grpc: bool, said: _Said) -> bool:
 
 @contextmanager
 def _listening(said: logging.Handler) -> Iterator[None]:
-    """Whatever this process has made of these loggers: the exporter's words are the reason, and not for the terminal."""
+    """The exporter's words are the reason, whatever this process has made of its loggers; none are for the terminal."""
     loggers = [logging.getLogger(name) for name in ("opentelemetry", "opentelemetry.exporter")]
     before = [(logger, logger.propagate, logger.level) for logger in loggers]
     for logger in loggers:

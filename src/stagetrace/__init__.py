@@ -53,7 +53,8 @@ def status() -> dict[str, Any]:
     ``recording``: whether; ``session``: its directory, or None; ``collector``: where that is read, in a ``thread`` of
     this process or another ``process``, or None; ``hooks``: by integration and target, each one's state;
     ``store``: None where nothing is to be kept or no collector has said so yet, else ``{"file", "fault"}``, of which
-    ``fault`` is None as long as all is well, and then the line that says why nothing is stored.
+    ``fault`` is None as long as all is well, and then the line that says why nothing is stored; ``faults``: a line for
+    each thing that :func:`instrument` was asked for and that cannot be, as far as it could tell without starting any.
     """
     from . import api
 

@@ -35,9 +35,11 @@ def instrument(options: dict[str, Any]) -> None:
             kind = type(given).__name__
             log.warning("stagetrace: tracer_provider is not used: a TracerProvider has get_tracer(), this %s not", kind)
             options = {**options, "tracer_provider": None}
-        runtime.options(options)
+        faults = runtime.options(options)
         for integration in integrations():
             runtime.activate(integration)
+        for line in faults:
+            log.warning("stagetrace: %s", line)
     except Exception as error:
         log.warning("stagetrace: not instrumented (%s)", type(error).__name__)
 
@@ -51,6 +53,7 @@ def status() -> dict[str, Any]:
         "collector": runtime.collector(),
         "hooks": runtime.states(),
         "store": _store(directory),
+        "faults": runtime.faults(),
     }
 
 

@@ -179,12 +179,13 @@ def resume(
 
 def _set_paused(name: str | None, paused: bool) -> None:
     from . import session
+    from .live import whose
     from .rings import set_paused
 
     live = session.live()
     chosen = [s for s in live if name in (None, s.name, str(s))]
     if len(chosen) != 1:
-        names = ", ".join(s.name for s in live)
+        names = ", ".join(f"{s.name} ({whose(s)})" for s in live)
         asked = f"no session {name}" if name else "which session?"
         cure = f"name one of {names} (`stagetrace run` says its own when it starts)" if live else (
             "none is running here; start one with `stagetrace run -- CMD`"
@@ -197,7 +198,7 @@ def _set_paused(name: str | None, paused: bool) -> None:
         rings = set_paused(chosen[0], paused)
     except OSError as error:
         raise Fault(f"session {chosen[0]}: {error.strerror}") from None
-    typer.echo(f"{'paused' if paused else 'resumed'} {chosen[0].name} ({rings} recording threads)")
+    typer.echo(f"{'paused' if paused else 'resumed'} {chosen[0].name} ({rings} recording threads; {whose(chosen[0])})")
 
 
 def main() -> None:

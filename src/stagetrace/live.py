@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
-from . import marks, session
+from . import address, marks, session
 from .marks import TextMark
 from .rings import open_ring
 
@@ -67,6 +69,29 @@ def server(directory: Path) -> Server:
         for target, state in of_process.items():
             states[target] = max(state, states.get(target, "waiting"), key=badness)
     return Server(directory.name, len(pids), (directory / session.PAUSED).exists(), states, _gpu(directory))
+
+
+def whose(directory: Path) -> str:
+    """The command that a session records, as far as its first words tell: options may be secrets."""
+    pid = session.owner(directory)
+    words = _words(pid)
+    if "--" in words:  # `stagetrace run ... -- CMD`
+        words = words[words.index("--") + 1 :]
+    elif recorded := session.writers(directory):  # its collector is a process of its own, or a thread of it
+        pid = min(recorded)
+        words = _words(pid)
+    if not words:
+        return f"pid {pid}"
+    # Up to the first option, but `python -m MODULE` is one name; NAME=VALUE is a value of somebody's.
+    plain = takewhile(lambda word: word == "-m" or not word.startswith("-"), words[1:3])
+    said = [re.sub(r"=.*", "=…", word, flags=re.DOTALL) for word in (Path(words[0]).name, *plain)]
+    return f"pid {pid}: {address.shown(' '.join(said))[:120]}{' …' if len(words) > len(said) else ''}"
+
+
+def _words(pid: int) -> list[str]:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")[:-1]
+    return []
 
 
 def _gpu(directory: Path) -> list[str]:

@@ -49,6 +49,8 @@ class _State:
     #: The last word on each hook, for the collector.
     fates: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] | None = None
+    #: What of them cannot be carried out, a line each.
+    faults: list[str] = field(default_factory=list)
     collector: Any = None
     #: The collector, where it is a thread of this process.
     thread: CollectorThread | None = None
@@ -99,6 +101,7 @@ def deactivate() -> None:
     _state.installers.clear()
     _state.integrations.clear()
     _state.options = None
+    _state.faults = []
     if _state.thread is not None:
         thread, _state.thread = _state.thread, None
         recorder.attach(None)
@@ -169,10 +172,22 @@ def exported_share() -> float | None:
         return None
 
 
-def options(values: dict[str, Any]) -> None:
-    """Remember what ``instrument`` was asked for until an engine is built."""
-    if _state.options is None:
-        _state.options = values
+def options(values: dict[str, Any]) -> list[str]:
+    """Remember what ``instrument`` was asked for until an engine is built; return what of it cannot be, once."""
+    if _state.options is not None:
+        return []
+    # In a session somebody else collects, and was asked.
+    if not os.environ.get(session.ENV) and os.environ.get("STAGETRACE") != "0":
+        from .asked import checked
+
+        values, _state.faults = checked(values)
+    _state.options = values
+    return _state.faults
+
+
+def faults() -> list[str]:
+    """What of the options cannot be carried out."""
+    return list(_state.faults)
 
 
 def states() -> dict[str, dict[str, str]]:

@@ -153,6 +153,9 @@ def run(command: list[str], store: Path | None, store_max: int, options: Options
         code = supervisor.run()
         if supervisor.collector:
             _settle(supervisor.collector)
+            heard = supervisor.greeted or supervisor.collector.requests
+            if supervisor.child and not heard and supervisor.collector.sinks:
+                _unheard(code)
     if sink and collector and collector.requests and not sink.writer.failed:
         say(f"{collector.requests} requests recorded in {sink.writer.path}; look: stagetrace stages {store}")
     return code
@@ -185,6 +188,14 @@ def _settle(collector: Collector) -> None:
         collector.close()
     except Exception as error:
         say(f"the last requests were not recorded ({type(error).__name__}: {error})")
+
+
+def _unheard(code: int) -> None:
+    """Something was to be kept or exported, and there was nothing."""
+    say(
+        f"no engine recorded (the command ended with {code}); if it was to start one, "
+        "`stagetrace doctor` says what is missing"
+    )
 
 
 def _close_store(sink: StoreSink) -> None:

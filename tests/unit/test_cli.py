@@ -8,6 +8,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,12 +139,24 @@ def test_shell_completion_and_python_m() -> None:
         (("stages",), "stagetrace.db"),
         (("stages", "two\nlines.db"), "lines.db"),
         (("demo", "--model", "gone"), "gone"),
+        (("demo", "--store", "gone/s.db"), "gone/s.db: no such directory"),
+        (("demo", "--store", "."), "is a directory"),
         (("pause", "a", "b"), "b"),
     ],
 )
 def test_one_line_that_names_what_is_wrong(stagetrace: Cli, base: Path, arguments: tuple[str, ...], names: str) -> None:
     assert names in stagetrace.refused(*arguments)
     assert list(Path().iterdir()) == [Path("base")], "nothing is made or left behind"
+
+
+def test_a_demo_that_could_not_be_stored_starts_nothing(stagetrace: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", os.getcwd())
+    Path("letter").write_text("Dear reader")
+    assert "letter: not a stagetrace store" in stagetrace.refused("demo", "--store", "letter")
+    lock = files.WriterLock(Path("busy.db").absolute())
+    assert "another stagetrace is writing it" in stagetrace.refused("demo", "--store", "busy.db")
+    lock.release()
+    assert [path.name for path in Path().iterdir()] == ["letter"]
 
 
 @pytest.mark.parametrize("what", ["foreign", "empty", "directory", "link to nothing", "unreadable"])
@@ -324,12 +337,13 @@ def test_pause_and_resume_reach_every_ring(
         assert scheduler.schedule(1) == 1
         code, out, err = stagetrace("pause")
         assert (code, err) == (0, "")
-        assert out == f"paused {directory.name} (1 recording threads)\n"
+        assert out.startswith(f"paused {directory.name} (1 recording threads; pid {os.getpid()}: ")
         assert stagetrace("pause")[0] == 0, "twice is no fault"
         assert scheduler.schedule(2) == 2
         elsewhere(3)
         code, out, err = stagetrace("resume")
-        assert (code, out, err) == (0, f"resumed {directory.name} (2 recording threads)\n", "")
+        assert (code, err) == (0, "")
+        assert out.startswith(f"resumed {directory.name} (2 recording threads; pid {os.getpid()}: ")
         assert scheduler.schedule(4) == 4
         elsewhere(5)
     finally:

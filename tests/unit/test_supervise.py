@@ -553,6 +553,16 @@ def test_switched_off_means_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert list(tmp_path.glob("s.db*")) == []
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_command_in_which_nothing_was_recorded_does_not_end_without_a_word(code: int, tmp_path: Path) -> None:
+    done = run("sh", "-c", f"exit {code}", before=("--store", str(tmp_path / "s.db")))
+    assert (done.returncode, done.stdout) == (code, b"")
+    assert done.stderr.decode() == (
+        f"stagetrace: no engine recorded (the command ended with {code}); if it was to start one, "
+        "`stagetrace doctor` says what is missing\n"
+    )
+
+
 def test_a_command_that_is_not_there_leaves_no_store(tmp_path: Path) -> None:
     done = run("no-such-command", before=("--store", str(tmp_path / "s.db")))
     assert done.returncode == 127

@@ -18,7 +18,7 @@ from ..model import RequestRecord
 from ..numbers import numbers, typical
 from ..report.numbers import numbers_table
 from ..report.stopwatch import reference_shares, stopwatch
-from ..store import load
+from ..store import load, refuse_unless_writable
 from .client import RequestFailed, chat
 from .server import DemoEngine, Server, ServerFailed
 
@@ -45,12 +45,16 @@ KINDS = (
 
 
 def run_demo(model: Path | None, store: Path) -> int:
-    """Run the demo; 0 when every kind of request was served and is in ``store``, else 2 with one line."""
+    """Run the demo; 0 when every kind of request was served and is in ``store``, else 2 with one line.
+
+    StoreError, before anything is started, if ``store`` cannot be written.
+    """
     engine = _engine()
     if isinstance(engine, str):
         return _fail(engine)
     if model is not None and not (model / "config.json").is_file():
         return _fail(f"--model {model}: no config.json there; give a directory with a model, or leave --model out")
+    refuse_unless_writable(store)
     console = Console()
     began = time.time_ns()
     try:

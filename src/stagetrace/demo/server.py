@@ -78,7 +78,7 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        if kind is None:
+        if kind is None or not issubclass(kind, Exception):  # Ctrl-C: nothing went wrong
             self.log.unlink(missing_ok=True)
 
     def _last(self) -> str:

@@ -158,6 +158,11 @@ def create_or_check(real: Path) -> None:
     if not real.exists():
         with suppress(FileExistsError):
             _create(real)
+    refuse_unless_ours(real)
+
+
+def refuse_unless_ours(real: Path) -> None:
+    """Raise StoreError unless a store of our version is there. Needs the writer's lock: it opens the file."""
     _refuse_unless_file(real)
     # Not through SQLite, which would tidy up behind a foreign file's last writer and so change it.
     with open(real, "rb") as file:
@@ -181,6 +186,17 @@ def _create(real: Path) -> None:
             db.execute(f"PRAGMA user_version={VERSION}")
             db.execute("PRAGMA journal_mode=WAL")
         os.link(temporary, real)
+
+
+def refuse_unless_writable(path: str | os.PathLike[str]) -> None:
+    """Raise StoreError unless a writer could begin here now. Nothing is made or left."""
+    real = target(path)
+    lock = WriterLock(real)
+    try:
+        if real.exists():
+            refuse_unless_ours(real)
+    finally:
+        lock.release()
 
 
 # ---------------------------------------------------------------- reading

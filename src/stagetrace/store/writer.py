@@ -10,13 +10,13 @@ from time import monotonic
 from types import TracebackType
 from typing import NamedTuple
 
+from ..asked import MIN_STORE_BYTES
 from ..model import GpuSample, RequestRecord, RunRecord, StepRecord
 from . import files, schema
 from .files import StoreError
 from .oldest import drop_oldest
 from .sizes import format_size
 
-_MIN_BYTES = 1 << 20
 # SQLite's -shm and the least that -wal grows to; they count as part of the store.
 _BESIDE_BYTES = 64 << 10
 # How long one commit may remove old rows while there is still room: the caller has rings to read.
@@ -45,10 +45,10 @@ class StoreWriter:
 
     def __init__(self, path: str | os.PathLike[str], max_bytes: int = 1 << 30) -> None:
         self.path = files.target(path)
-        if max_bytes < _MIN_BYTES:
+        if max_bytes < MIN_STORE_BYTES:
             raise StoreError(
                 f"{files.show(self.path)}: --store-max {format_size(max_bytes)} is too small; "
-                f"give it at least {format_size(_MIN_BYTES)}"
+                f"give it at least {format_size(MIN_STORE_BYTES)}"
             )
         self.max_bytes = max_bytes
         self._room = max_bytes - _BESIDE_BYTES

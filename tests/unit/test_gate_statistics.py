@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_ind
 
 from stagetrace.gate.decide import (
     BETA,
@@ -162,6 +163,28 @@ def test_the_error_is_that_of_a_t_test_on_runs() -> None:
     assert found.change == pytest.approx(logs[3:].mean() - logs[:3].mean())
     assert found.error == pytest.approx(np.sqrt(pooled * 2 / 3), rel=0.1)
     assert found.df == 4
+
+
+def test_many_quiet_runs_do_not_vouch_for_a_few_noisy_ones() -> None:
+    """Sides of unequal size: Welch's error and degrees of freedom, as scipy has them."""
+    rng = np.random.default_rng(12)
+    logs = np.concatenate([rng.normal(0, 0.01, 20), rng.normal(0, 0.06, 4)])
+    current = np.array([False] * 20 + [True] * 4)
+    found = estimate(np.exp(np.repeat(logs[:, None], 20, axis=1)), current, None)
+    welch = ttest_ind(logs[current], logs[~current], equal_var=False)
+    assert found.error == pytest.approx(found.change / welch.statistic, rel=0.01)
+    assert found.df == int(welch.df) == 3
+
+
+def test_the_runs_needed_are_planned_for_sides_of_equal_size() -> None:
+    """Of a comparison of 20 against 4 runs only the trend's degree of freedom is lost in the next one."""
+
+    def needed(df: int, runs: tuple[int, int], error: float) -> int | None:
+        judged = Judged(Estimate(0.0, error, df, 0.05, runs), 100.0, None, Effect(0.05, 0.0))
+        return decide({"ttft_ms": judged})["ttft_ms"].runs_needed
+
+    few, many = needed(6, (4, 4), 0.06 * 0.5**0.5), needed(6, (20, 4), 0.06 * 0.3**0.5)
+    assert few is not None and few == many
 
 
 def test_a_small_share_of_the_budget_goes_to_small_stages() -> None:

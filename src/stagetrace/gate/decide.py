@@ -133,7 +133,7 @@ def _runs_needed(judged: Judged, level: float) -> int | None:
     found, threshold = judged.estimate, judged.threshold
     assert found.error is not None
     runs = np.arange(max(FEWEST_RUNS, min(found.runs) + 1), MOST_RUNS + 1)
-    df = 2 * runs - 2 - (sum(found.runs) - 2 - found.df)
+    df = 2 * runs - 2 - min(sum(found.runs) - 2 - found.df, 1)  # less one for a trend
     twice = math.log1p(2 * math.expm1(threshold))
     one_run = found.error / math.sqrt(sum(1 / n for n in found.runs)) * understated(found.df, LUCK)
     error = one_run * np.sqrt(2 / runs)

@@ -67,8 +67,27 @@ def estimate(ms: Array, current: Flags, order: Array | None) -> Estimate:
     if df < 1:
         return Estimate(change, None, df, None, sides)
     residual = means - design @ (solve @ means)
+    noise = float(np.sqrt(residual @ residual / df))
     error = _resampled(residual, paired - means[:, None], weights, df)
-    return Estimate(change, error, df, float(np.sqrt(residual @ residual / df)), sides)
+    own, own_df = _by_side(residual, current, weights, len(ms) - 2 - df)
+    return Estimate(change, max(error, own), min(df, own_df or df), noise, sides)
+
+
+def _by_side(residual: Array, current: Flags, weights: Array, trends: int) -> tuple[float, int]:
+    """The standard error, and its degrees, where each side varies in its own way (Welch); 0 for sides of equal size.
+
+    Many quiet runs on one side say nothing of how far off a few noisy ones on the other can be.
+    """
+    flags = ~current, current
+    counts = [int(side.sum()) for side in flags]
+    if counts[0] == counts[1] or min(counts) < 2:
+        return 0.0, 0
+    variances = [
+        float(weights[side] @ weights[side]) * float(residual[side] @ residual[side]) / (count - 1)
+        for side, count in zip(flags, counts, strict=True)
+    ]
+    spread = sum(variance**2 / (count - 1) for variance, count in zip(variances, counts, strict=True))
+    return sum(variances) ** 0.5, max(1, int(sum(variances) ** 2 / spread) - trends) if spread else 0
 
 
 def _resampled(residual: Array, within: Array, weights: Array, df: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -91,6 +92,8 @@ def stages(
 ) -> None:
     """The stopwatch: what each of the twelve stages of a request took."""
     if markdown:
+        if as_json or request is not None:
+            raise Fault(f"--markdown and {'--json' if as_json else '--request'}: give one of the two")
         from .stages import markdown as table
 
         typer.echo(table())
@@ -222,7 +225,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # whoever read our output has enough; as typer and rich end then
             sys.exit(1)
-        _fail(str(error))
+        full = error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+        _fail(f"stdout: {error.strerror}; write it elsewhere" if full else str(error))
     except Exception as error:
         _refuse(error)
     sys.exit(code if isinstance(code, int) else 0)
@@ -244,6 +248,15 @@ def _refuse(error: Exception) -> NoReturn:
 
 def _fail(line: str) -> NoReturn:
     # What is echoed may be anything: an id of 30 kB, or bytes that a terminal would obey.
-    shown = "".join(c if c.isprintable() else "?" for c in " ".join(line.splitlines()))
+    shown = "".join(c if c.isprintable() else _escaped(c) for c in " ".join(line.splitlines()))
     print(f"stagetrace: {shown if len(shown) < 600 else shown[:600] + '…'}", file=sys.stderr)
     sys.exit(2)
+
+
+def _escaped(letter: str) -> str:
+    """As Python writes it; a byte that was no text, as that byte."""
+    return (
+        ascii(letter.encode("utf-8", "surrogateescape"))[2:-1]
+        if "\udc80" <= letter <= "\udcff"
+        else ascii(letter)[1:-1]
+    )

@@ -138,6 +138,11 @@ def test_shell_completion_and_python_m() -> None:
         (("stages", "gone.db"), "gone.db"),
         (("stages",), "stagetrace.db"),
         (("stages", "two\nlines.db"), "lines.db"),
+        (("stages", "gone.db", "--json", "--markdown"), "--markdown and --json"),
+        (("stages", "gone.db", "--request", "x", "--markdown"), "--markdown and --request"),
+        (("stages", "\x1b[1m.db"), "\\x1b[1m.db"),
+        (("stages", os.fsdecode(b"\xff.db")), "no such store: '\\xff.db'"),
+        (("stages", "--request", os.fsdecode(b"\xff"), "gone.db"), "gone.db"),
         (("demo", "--model", "gone"), "gone"),
         (("demo", "--store", "gone/s.db"), "gone/s.db: no such directory"),
         (("demo", "--store", "."), "is a directory"),
@@ -147,6 +152,12 @@ def test_shell_completion_and_python_m() -> None:
 def test_one_line_that_names_what_is_wrong(stagetrace: Cli, base: Path, arguments: tuple[str, ...], names: str) -> None:
     assert names in stagetrace.refused(*arguments)
     assert list(Path().iterdir()) == [Path("base")], "nothing is made or left behind"
+
+
+def test_an_id_that_is_no_text_is_echoed_as_its_bytes(stagetrace: Cli) -> None:
+    store(Path("s.db"))
+    said = stagetrace.refused("stages", "s.db", "--request", os.fsdecode(b"a\xff\x1b"))
+    assert "s.db has no request a\\xff\\x1b;" in said
 
 
 def test_a_demo_that_could_not_be_stored_starts_nothing(stagetrace: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +259,7 @@ def test_a_full_disk_is_said(tmp_path: Path, arguments: tuple[str, ...], request
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=buffered(), timeout=DEADLINE_S)
     assert done.returncode == 2
-    assert done.stderr == b"stagetrace: [Errno 28] No space left on device\n"
+    assert done.stderr == b"stagetrace: stdout: No space left on device; write it elsewhere\n"
 
 
 def test_ctrl_c_and_our_own_faults(stagetrace: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

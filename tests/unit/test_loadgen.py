@@ -353,6 +353,13 @@ def test_what_is_no_server_s_address(stagetrace: Cli, url: str) -> None:
     assert "not a server's address; write it as http://HOST:PORT" in stagetrace.refused("load", "--url", url)
 
 
+def test_what_is_ours_in_the_report_is_explained(stagetrace: Cli, server: Start) -> None:
+    code, out, _ = stagetrace("load", "--url", server().url, "--requests", "2", "--rate", "50")
+    assert code == 0 and "late_ms: sent later than due" in out and "chunk_gap_ms: between two pieces" in out
+    code, out, _ = stagetrace("load", "--url", server().url, "--requests", "2")
+    assert code == 0 and "late_ms" not in out
+
+
 def test_a_password_in_the_address_is_sent_and_never_shown(
     stagetrace: Cli, server: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -255,6 +255,8 @@ def _shown(report: Report, code: int, explain: bool, as_json: bool, aside: bool)
         else:
             Console(stderr=aside).print(gate_view(report, explain), highlight=False, soft_wrap=True)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise Fault(f"stdout: {error.strerror}; write it elsewhere") from None

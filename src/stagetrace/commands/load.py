@@ -18,7 +18,7 @@ Concurrency = Annotated[int | None, typer.Option(metavar="N", min=1, help="Close
 Requests = Annotated[int | None, typer.Option(metavar="N", min=1, help="How many requests; 50 by default.")]
 Duration = Annotated[float | None, typer.Option(metavar="S", help="Send for so many seconds instead.")]
 Prompt = Annotated[
-    str, typer.Option(metavar="MIX", help="Prompt lengths: 400, 100-500, or weighted: 200:0.7,2000:0.3.")
+    str, typer.Option(metavar="MIX", help="Prompt lengths, about: 400, 100-500, or weighted: 200:0.7,2000:0.3.")
 ]
 Output = Annotated[str, typer.Option(metavar="MIX", help="Lengths of the answers.")]
 Shared = Annotated[int, typer.Option(metavar="TOKENS", min=0, help="So many tokens all prompts begin with.")]
@@ -55,7 +55,10 @@ def load(
     """Send reproducible load and report the client's side of it.
 
     Exit code: 0 when every request was answered, 1 when one was not, 2 for unusable input, 130 after Ctrl-C. Two
-    requests go ahead to learn how long a token is here. STAGETRACE_API_KEY is sent as a bearer token.
+    requests go ahead to learn how long a token is here; prompts are cut by that, and come out some tokens longer or
+    shorter than asked (200 as 194 to 240, say): what each really had is in the report and in FILE. chunk_gap_ms is the
+    time between two pieces of an answer, late_ms how much later than due a request was sent (with --rate): this
+    client's own delay. STAGETRACE_API_KEY is sent as a bearer token.
     """
     from ..loadgen import Settings
 

@@ -8,6 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+_EXPLAINED = {
+    "chunk_gap_ms": "between two pieces of an answer",
+    "late_ms": "sent later than due; the client's own delay",
+}
+
 
 def load_view(document: dict[str, Any], said: str) -> RenderableType:
     """The summary of a client file; ``said`` is what the server said of the first failure."""
@@ -19,6 +24,7 @@ def load_view(document: dict[str, Any], said: str) -> RenderableType:
         if any(value is not None for value in summary[key].values()):
             table.add_row(key, *(_n(value) for value in summary[key].values()))
     lines: list[RenderableType] = [Text("The client's side", style="bold"), Text(_context(document, summary)), table]
+    lines += [Text(f"{key}: {what}.") for key, what in _EXPLAINED.items() if summary[key]["p50"] is not None]
     if summary["failed"]:
         errors = ", ".join(f"{count} × {error}" for error, count in summary["errors"].items())
         lines.append(Text(f"{summary['failed']} requests failed: {errors}" + (f" ({said})" if said else "")))

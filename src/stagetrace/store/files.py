@@ -27,7 +27,11 @@ class StoreError(Exception):
 def show(path: Path | str) -> str:
     """Return ``path`` so that it stays on one line, whatever it contains."""
     text = str(path)
-    return text if text.isprintable() else ascii(text)
+    if text.isprintable():
+        return text
+    # Bytes that are no text are shown as they are; Python has letters of its own for them.
+    raw = text.encode("utf-8", "surrogateescape")
+    return ascii(text) if raw.decode("utf-8", "replace") == text else repr(raw)[1:]
 
 
 def explain(path: Path, fault: BaseException) -> StoreError:

@@ -102,7 +102,8 @@ def _resampled(residual: Array, within: Array, weights: Array, df: int) -> float
     between = max(0.0, total / df - of_requests)
     kept = np.sqrt(between / (total / runs)) if total else 0.0
     drawn, counts = _draws(runs, requests)
-    shifts = counts @ within.T / requests
+    # Not by BLAS, whose threads wait for each other by turning in circles: on a busy machine for minutes.
+    shifts = np.einsum("sk,rk->sr", counts, within) / requests
     again = kept * residual[drawn] + np.take_along_axis(shifts, drawn, axis=1)
     return float((again @ weights).std())
 

@@ -120,7 +120,9 @@ class Served:
 
     def _last(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
-        return lines[-1].strip()[:300] if lines else "(nothing)"
+        # Its own last words, and not what `stagetrace run` adds to them.
+        own = [line for line in lines if not line.startswith("stagetrace: ")] or lines
+        return own[-1].strip()[:300] if own else "(nothing)"
 
 
 def _group_of_its_own() -> Callable[[], None]:

@@ -259,6 +259,8 @@ def test_files_that_cannot_be_used(stagetrace: Cli, stores: Callable[..., Any], 
     assert "JSON, but no baseline" in said("{}")
     assert "not a whole baseline" in said(whole.replace('"fingerprint"', '"finger"'))
     assert "is no time" in said(re.sub(r"(\[10\d, 3), [\d.]+", r"\1, NaN", whole, count=1))
+    assert "is no time" in said(re.sub(r"(\[10\d, 3), [\d.]+", r"\1, -1.5", whole, count=1))
+    assert "OverflowError" in said(re.sub(r"\[10\d, 3", "[1e999, 3", whole, count=1))
     assert "truncated or damaged JSON" in said('{"kind":' + "[" * 100_000)
     assert "no requests in it" in said(json.dumps({**json.loads(whole), "runs": []}))
     assert "No such file" in stagetrace.refused("gate", "--baseline", "gone.db", "--current", *after)
@@ -337,6 +339,23 @@ def test_loads_of_other_clients_are_paired_by_their_lengths(tmp_path: Path) -> N
     (run,) = read_runs(tmp_path / "a.db")
     assert sorted(run.requests) == [f"{10 + n % 2}+3#000{1 + n // 2}" for n in (0, 2, 4, 1, 3, 5)]
     assert run.fingerprint["concurrency"] is not None
+
+
+@pytest.mark.parametrize(("apart_ms", "concurrency"), [(100, 1), (25, 2), (10, 4)])
+def test_how_many_were_at_work_is_counted_where_the_client_does_not_say(
+    tmp_path: Path, apart_ms: int, concurrency: int
+) -> None:
+    """Requests of 40 ms, one after the other."""
+    started = 1_700_000_000_000_000_000
+    with StoreWriter(tmp_path / "a.db") as writer:
+        writer.write_run(RunRecord("session", "paper", "1", "tiny", dict(CONFIG)))
+        writer.write_requests(
+            [
+                request(n, external_id=None, start_unix_ns=started + n * apart_ms * 1_000_000, e2e_ms=39.9)
+                for n in range(20)
+            ]
+        )
+    assert read_runs(tmp_path / "a.db")[0].fingerprint["concurrency"] == concurrency
 
 
 def test_several_loads_in_one_store_are_several_runs(tmp_path: Path) -> None:

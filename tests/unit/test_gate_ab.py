@@ -76,8 +76,9 @@ def test_a_command_as_it_is_written() -> None:
 def test_commands_that_cannot_be_run(text: str, named: str) -> None:
     with pytest.raises(Fault, match=named):
         parse_command(text)
-    with pytest.raises(Fault, match="say where it listens"):
-        Command(("x", "--port")).with_port()
+    for words in (("x", "--port"), ("x", "--port", "99999"), ("x", "--port=0")):
+        with pytest.raises(Fault, match="say where it listens"):
+            Command(words).with_port()
 
 
 def test_each_side_is_as_early_as_the_other() -> None:

@@ -81,6 +81,16 @@ def test_nothing_changed(job: Job, stores: Callable[..., Any]) -> None:
     assert "budget ttft_p95 <= 10s" in printed
 
 
+def test_one_job_may_compare_several_pairs(job: Job, stores: Callable[..., Any]) -> None:
+    stores(runs=1)
+    first, second = (job(baseline="a*.db", current="b*.db")[1]["junit"] for _ in range(2))
+    assert first != second and Path(first).is_file() and Path(second).is_file()
+    folders = [path / "runs" for path in job.temp.iterdir()]
+    assert len(folders) == 2 and not any(folder.exists() for folder in folders), (
+        "--ab makes it, and refuses one there is"
+    )
+
+
 def test_too_few_runs_pass_unless_told_otherwise_and_say_so(job: Job, stores: Callable[..., Any]) -> None:
     stores(runs=1)
     assert job(baseline="a*.db", current="b*.db")[:1] == (0,)
@@ -92,6 +102,7 @@ def test_too_few_runs_pass_unless_told_otherwise_and_say_so(job: Job, stores: Ca
 def test_unusable_input_is_neither(job: Job) -> None:
     code, outputs, printed = job(baseline="gone.json", current="gone.db")
     assert (code, outputs["verdict"]) == (2, "") and "gone.json: No such file" in printed
+    assert not Path(outputs["junit"]).exists()
     code, _, printed = job(command_a="'$(touch injected)' --port {port}", command_b="x --port {port}")
     assert code == 2 and "no program $(touch injected)" in printed
     assert not (job.temp.parent / "injected").exists()

@@ -36,7 +36,7 @@ class Command:
             return [word.replace(PORT, str(port)) for word in self.words], port
         for word, after in zip(self.words, (*self.words[1:], ""), strict=True):
             name, _, value = word.partition("=")
-            if name == "--port" and (value or after).isdecimal():
+            if name == "--port" and (value or after).isdecimal() and 0 < int(value or after) < 1 << 16:
                 return list(self.words), int(value or after)
         raise Fault(f"{shlex.join(self.words)}: say where it listens: --port {PORT}, or --port and a number")
 

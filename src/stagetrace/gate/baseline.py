@@ -92,7 +92,7 @@ def _runs_of_json(path: Path) -> list[Run]:
         raise Fault(f"{path}: baseline of schema {document.get('schema')}, this stagetrace reads {SCHEMA}; {cure}")
     try:
         runs = [_run_of(path, index, each, document["columns"]) for index, each in enumerate(document["runs"], 1)]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise Fault(f"{path}: not a whole baseline ({type(error).__name__}: {error}); make it anew") from None
     if not runs or not all(run.requests for run in runs):
         raise Fault(f"{path}: no requests in it; make it anew with `stagetrace baseline`")
@@ -114,7 +114,7 @@ def _run_of(path: Path, index: int, written: dict[str, Any], columns: list[str])
 def _request_of(row: list[Any], columns: list[str]) -> Request:
     cells = dict(zip(columns, row, strict=True))
     times = {key: float(cells[key]) for key in BY_KEY if cells.get(key) is not None}
-    strange = [key for key, ms in times.items() if not math.isfinite(ms)]
+    strange = [key for key, ms in times.items() if not 0 <= ms < math.inf]
     if strange:
         raise ValueError(f"{strange[0]} is no time")
     return Request(int(cells["prompt_tokens"]), int(cells["output_tokens"]), times)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import statistics
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -95,8 +96,9 @@ def _runs(path: str, server: RunRecord, records: list[RequestRecord]) -> Iterabl
 
 def _in_flight(records: list[RequestRecord]) -> int:
     """How many requests there were when one came, itself included: the median."""
-    times = [(r.start_unix_ns, r.start_unix_ns + (r.e2e_ms or 0.0) * 1e6) for r in records]
-    return round(statistics.median(sum(a <= start < b for a, b in times) for start, _ in times))
+    starts = sorted(r.start_unix_ns for r in records)
+    ends = sorted(r.start_unix_ns + (r.e2e_ms or 0.0) * 1e6 for r in records)
+    return round(statistics.median(bisect_right(starts, at) - bisect_right(ends, at) for at in starts))
 
 
 def _run(name: str, server: RunRecord, records: dict[str, RequestRecord], how: Fingerprint) -> Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -382,3 +383,38 @@ def test_the_account_of_a_store() -> None:
     assert found["idle_j"] + found["requests_j"] == pytest.approx(found["energy_j"])
     assert found["cards"][0]["power_w"]["p50"] == 200.0 and found["throttled_requests"] == 0
     assert account(Trace(records, trace.steps)) is None
+
+
+def test_several_engines_have_each_the_energy_of_its_own_cards() -> None:
+    """Two at work at once, on a card each: what one card used is not the other engine's, too."""
+    script = Script(slots=4).run(*ASKS)
+    made = readings(until=6 * S)
+    assembler, records = joined(script, history(made))
+    steps = list(assembler.book.steps.values())
+    ours = records[0].engine
+    assert ours is not None
+
+    def traced(other: str | None) -> Trace:
+        twins = [replace(step, engine=ours + 1) for step in steps]
+        theirs = [replace(r, engine=ours + 1, gpu={**(r.gpu or {}), "cards": other}) for r in records]
+        samples = [each.sample for each in made]
+        return Trace(
+            [*records, *theirs], [*steps, *twins], gpu=[*samples, *(replace(s, card="GPU-b") for s in samples)]
+        )
+
+    found, alone = account(traced("GPU-b")), account(Trace(records, steps, gpu=[each.sample for each in made]))
+    assert found and alone
+    assert found["computing_j"] == pytest.approx(2 * alone["computing_j"]) == pytest.approx(found["requests_j"])
+    assert found["idle_j"] == pytest.approx(2 * alone["idle_j"])
+    for unknown in (None, made[0].sample.card):
+        told = account(traced(unknown))
+        assert told and told["computing_j"] is told["idle_j"] is None, "nobody knows whose card is whose, or they share"
+
+
+def test_throttling_that_no_sample_tells_of_is_unknown() -> None:
+    made = readings(until=6 * S)
+    assembler, records = joined(Script(slots=4).run(*ASKS), history(made))
+    for record in records:
+        record.gpu = {**(record.gpu or {}), "throttled": None}
+    found = account(Trace(records, list(assembler.book.steps.values()), gpu=[each.sample for each in made]))
+    assert found and found["throttled_requests"] is None

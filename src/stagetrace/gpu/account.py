@@ -26,20 +26,36 @@ def account(trace: Trace) -> dict[str, Any] | None:
         cards.setdefault(sample.card, []).append(sample)
         history.add([Reading(sample, [])])
     used = [sample.energy_j for sample in trace.gpu if sample.energy_j is not None]
-    spent = [history.joules(span) for _, span in intervals(trace.steps)]
     total = sum(used) if used else None
-    computing = sum(each for each in spent if each is not None) if total is not None else None
+    computing = _computing(trace, history) if total is not None else None
     shares = [r.gpu["joules"] for r in trace.requests if r.gpu and r.gpu["joules"] is not None]
     tokens = sum(r.output_tokens or 0 for r in trace.requests if r.gpu and r.gpu["joules"] is not None)
+    slowed = [r.gpu["throttled"] for r in trace.requests if r.gpu and r.gpu["throttled"] is not None]
     return {
         "energy_j": total,
         "computing_j": computing,
         "idle_j": total - computing if total is not None and computing is not None else None,
         "requests_j": sum(shares) if shares else None,
         "joules_per_output_token": sum(shares) / tokens if tokens else None,
-        "throttled_requests": sum(1 for r in trace.requests if r.gpu and r.gpu["throttled"]),
+        "throttled_requests": sum(map(bool, slowed)) if slowed else None,
         "cards": [_card(card, samples) for card, samples in cards.items()],
     }
+
+
+def _computing(trace: Trace, history: History) -> float | None:
+    """Joules that went by while there was a step in work: of several engines, each on its own cards.
+
+    None where it cannot be said whose card is whose, or engines share one: then energy would count more than once.
+    """
+    engines: dict[int, list[str] | None] = dict.fromkeys((step.engine for step in trace.steps), None)
+    if len(engines) > 1:
+        engines |= {r.engine: r.gpu["cards"].split(",") for r in trace.requests
+                    if r.engine is not None and r.gpu and r.gpu["cards"]}  # fmt: skip
+        claimed = [card for cards in engines.values() for card in cards or ()]
+        if None in engines.values() or len(set(claimed)) < len(claimed):
+            return None
+    spent = [history.joules(span, engines[step.engine]) for step, span in intervals(trace.steps)]
+    return sum(each for each in spent if each is not None)
 
 
 def _card(card: str, samples: list[GpuSample]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def _cards(gpu: dict[str, Any] | None) -> Iterator[str]:
     yield (
         f"Energy: {_n(gpu['energy_j'], 0)} J, of which {_n(gpu['requests_j'], 0)} J are the requests' "
         f"({_n(each, 3)} J per output token) and {_n(gpu['idle_j'], 0)} J went by idle; "
-        f"{gpu['throttled_requests']} requests met a throttled card."
+        f"{_n(gpu['throttled_requests'], 0)} requests met a throttled card."
     )
     for card in gpu["cards"]:
         busy = [value * 100 if value is not None else None for value in card["utilization"].values()]

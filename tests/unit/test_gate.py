@@ -17,6 +17,7 @@ import pytest
 
 from stagetrace.commands.gate import spread
 from stagetrace.faults import Fault
+from stagetrace.gate import output
 from stagetrace.gate.baseline import SCHEMA, read_runs, render, write_baseline
 from stagetrace.gate.compare import compare
 from stagetrace.gate.decide import FAIL, INCONCLUSIVE, PASS, Effect
@@ -241,6 +242,16 @@ def _without(run: Run, key: str) -> Run:
     return replace(run, requests=requests, without={**run.without, key: "not_observable"})
 
 
+def test_a_summary_shows_what_is_not_ours_as_it_is() -> None:
+    before, after = runs_of(3, 3, QUIET, prompts=3)
+    model = "a|b `c` [d](http://e) ![f](g) *h* <img src=x> &lt; \\"
+    after = [replace(run, fingerprint={**run.fingerprint, "model": model}) for run in after]
+    said = output.markdown(compare(match(before, after, ("model",)), Wishes()))
+    (line,) = [line for line in said.splitlines() if line.startswith("* differs")]
+    shown = r"a\|b \`c\` \[d\](http://e) !\[f\](g) \*h\* &lt;img src=x> &amp;lt; \\"
+    assert line == f"* differs: model {shown} against tiny"
+
+
 def test_files_that_cannot_be_used(stagetrace: Cli, stores: Callable[..., Any], tmp_path: Path) -> None:
     before, after = stores()
     base = tmp_path / "base.json"
@@ -260,6 +271,7 @@ def test_files_that_cannot_be_used(stagetrace: Cli, stores: Callable[..., Any], 
     assert "not a whole baseline" in said(whole.replace('"fingerprint"', '"finger"'))
     assert "is no time" in said(re.sub(r"(\[10\d, 3), [\d.]+", r"\1, NaN", whole, count=1))
     assert "is no time" in said(re.sub(r"(\[10\d, 3), [\d.]+", r"\1, -1.5", whole, count=1))
+    assert "is not printable" in said(whole.replace('"model": "tiny"', '"model": "tiny\\n::error::"'))
     assert "OverflowError" in said(re.sub(r"\[10\d, 3", "[1e999, 3", whole, count=1))
     assert "truncated or damaged JSON" in said('{"kind":' + "[" * 100_000)
     assert "no requests in it" in said(json.dumps({**json.loads(whole), "runs": []}))

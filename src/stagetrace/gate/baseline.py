@@ -106,9 +106,11 @@ def _number(value: Any) -> float:
 def _run_of(path: Path, index: int, written: dict[str, Any], columns: list[str]) -> Run:
     started = datetime.fromisoformat(written["started"]).timestamp()
     requests = {key: _request_of(row, columns) for key, row in written["requests"].items()}
-    return Run(
-        f"{path} (run {index})", int(started * 1e9), dict(written["fingerprint"]), requests, dict(written["without"])
-    )  # fmt: skip
+    fingerprint, without = dict(written["fingerprint"]), dict(written["without"])
+    for text in (*fingerprint, *fingerprint.values(), *without, *without.values(), *requests):
+        if not str(text).isprintable():  # a terminal, or what reads a job's log, would obey it
+            raise ValueError(f"{str(text)[:60]!r} is not printable")
+    return Run(f"{path} (run {index})", int(started * 1e9), fingerprint, requests, without)
 
 
 def _request_of(row: list[Any], columns: list[str]) -> Request:

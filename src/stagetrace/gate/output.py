@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
@@ -15,6 +16,8 @@ SCHEMA = 1
 _HUGE = 9.0
 #: What no XML may contain, escaped or not.
 _NO_XML = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF], "?")
+#: What makes code, links, images, stress and columns in Markdown.
+_MARKS = re.compile(r"[\\`*\[\]|]")
 
 
 def headline(report: Report) -> str:
@@ -164,7 +167,9 @@ def markdown(report: Report) -> str:
 
 
 def _cell(value: str) -> str:
-    return value.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+    """As it is, whatever it is: a model's name may be any text, and the page is a pull request's."""
+    plain = " ".join(value.split()).replace("&", "&amp;").replace("<", "&lt;")
+    return _MARKS.sub(r"\\\g<0>", plain)
 
 
 def row_words(row: Row) -> str:

@@ -77,7 +77,7 @@ class Series:
             if beyond > 0 and self._values[at] != _UNKNOWN:
                 known, area = known - beyond, area - beyond * self._values[at]
         most = max(self._values[first : last + 1])
-        return None if known <= 0 or most == _UNKNOWN else Over(area / known, most, known / (high - low))
+        return None if known <= 0 or most == _UNKNOWN else Over(min(area / known, most), most, known / (high - low))
 
     def drop(self, before: int) -> None:
         """Forget what no window from ``before`` on can need."""

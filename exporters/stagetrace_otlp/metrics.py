@@ -145,6 +145,7 @@ def metric_exporter(signal: Signal, say: Say) -> MetricExporter:
     said: list[str] = []
 
     def export(self: Any, *args: Any, **kwargs: Any) -> Any:
+        heard.forget()
         result = base.export(self, *args, **kwargs)
         if result is not MetricExportResult.SUCCESS and not said:
             said.append(complaint(signal, "metrics", "OTEL_METRICS_EXPORTER=none sends none", heard.of()))

@@ -124,6 +124,7 @@ class Pipeline:
 
     def _export(self, message: list[ReadableSpan]) -> None:
         kind, why = "refused", ""
+        heard.forget()
         try:
             accepted = self._exporter.export(message) is SpanExportResult.SUCCESS
         except Exception as error:  # ours to survive, whatever an exporter raises

@@ -30,6 +30,10 @@ class Reasons(logging.Handler):
                 self._last[record.thread] = words
                 return
 
+    def forget(self) -> None:
+        """Begin anew in this thread: what was wrong the last time may not be any more."""
+        self._last.pop(threading.get_ident(), None)
+
     def of(self, thread: int | None = None) -> str:
         """The last reason in ``thread``, or in the one that asks; empty if there was none."""
         return self._last.get(thread or threading.get_ident(), "")

@@ -26,6 +26,7 @@ from stagetrace_otlp import pipeline as pipeline_module
 from stagetrace_otlp import settings, spans
 from stagetrace_otlp.pipeline import Pipeline
 from stagetrace_otlp.policy import Policy
+from stagetrace_otlp.reasons import heard
 from stagetrace_otlp.sink import span_exporter
 from tests.receivers import Receiver, attributes, check_rules, free_port, receiver, silent
 from tests.unit.helpers import wait_until
@@ -321,7 +322,7 @@ def test_what_is_not_taken_is_said_with_the_place_the_reason_and_the_cure(
     place: Place, protocol: str, why: str, records: list[RequestRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3")
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
     said: list[str] = []
     with place() as where:
@@ -336,6 +337,14 @@ def test_what_is_not_taken_is_said_with_the_place_the_reason_and_the_cure(
         f"the OTLP endpoint {url}{path} did not take 13 spans ({why}); serving goes on, drops are counted; "
         "start a collector there, or correct --otlp"
     )
+
+
+def test_a_reason_is_the_last_attempt_s() -> None:
+    heard.emit(logging.makeLogRecord({"msg": "Transient error %s", "args": (ConnectionError("[Errno 111] Refused"),)}))
+    heard.emit(logging.makeLogRecord({"msg": "Failed to export %s batch due to timeout.", "args": ("spans",)}))
+    assert heard.of() == "Refused"
+    heard.forget()
+    assert heard.of() == ""
 
 
 def test_a_run_that_ends_first_says_where_and_why_too(
@@ -408,7 +417,8 @@ def test_what_failed_to_go_out_does_not_lie_about(
     def left() -> int:
         return sum(isinstance(each, FrameType) and each.f_code.co_name == "export" for each in gc.get_objects())
 
-    caplog.set_level(logging.CRITICAL, "opentelemetry")  # as in a collector: a record that is kept keeps the error
+    for name in ("opentelemetry", "opentelemetry.exporter"):
+        caplog.set_level(logging.CRITICAL, name)  # a record that is kept keeps the error; in a collector, none is
     monkeypatch.setattr(pipeline_module, "GARBAGE_MESSAGES", 2)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)

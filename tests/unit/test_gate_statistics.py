@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from scipy.stats import ttest_ind
+from scipy.stats import nct, t, ttest_ind
 
 from stagetrace.gate.decide import (
     BETA,
@@ -20,6 +20,7 @@ from stagetrace.gate.decide import (
     Effect,
     Judged,
     Outcome,
+    _detectable,
     decide,
     overall,
 )  # fmt: skip
@@ -185,6 +186,20 @@ def test_the_runs_needed_are_planned_for_sides_of_equal_size() -> None:
 
     few, many = needed(6, (4, 4), 0.06 * 0.5**0.5), needed(6, (20, 4), 0.06 * 0.3**0.5)
     assert few is not None and few == many
+
+
+@pytest.mark.parametrize(("df", "level"), [(3, 7e-4), (7, 7e-4), (8, 7e-5), (30, 7e-4)])
+def test_what_would_have_been_caught_is_fail_in_19_of_20(df: int, level: float) -> None:
+    """Of a slowdown of that size at that noise, by the noncentral t: the one that is least is not far off."""
+    judged = Judged(Estimate(0.0, 0.02, df, 0.03, (5, 5)), 100.0, None, Effect(0.05, 0.0))
+    caught = 1 - nct.cdf(t.isf(level, df), df, _detectable(judged, level) / 0.02)
+    assert 0.95 <= caught <= 0.965
+
+
+def test_what_would_have_been_caught_is_a_number_however_little_is_known() -> None:
+    for df, level in ((1, 1e-4), (1, 1e-12), (2, 1e-15)):
+        judged = Judged(Estimate(0.0, 0.5, df, 0.3, (4, 3)), 100.0, None, Effect(0.05, 0.0))
+        assert np.isfinite(np.expm1(_detectable(judged, level)))
 
 
 def test_a_small_share_of_the_budget_goes_to_small_stages() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import ndtri
 
 from .estimate import Estimate, quantile, understated
 
@@ -26,6 +27,8 @@ POWER = 0.9
 #: ... unless the noise was underestimated, which happens to this share of plans.
 LUCK = 0.3
 MOST_RUNS = 1000
+#: No logarithm of a ratio is said to be larger; that of the largest number is 709.
+MOST_LOG = 500.0
 #: A part of at least this share of its timer has a full share of ALPHA.
 FULL_SHARE = 0.05
 #: A timer slows down with one of its parts, as a rule: it is judged for what is in no single one.
@@ -124,8 +127,10 @@ def _detectable(judged: Judged, level: float) -> float:
     """The slowdown that is FAIL in all but BETA of such comparisons."""
     found = judged.estimate
     assert found.error is not None
-    sure = (quantile(level, found.df) + quantile(BETA, found.df)) * found.error
-    return float(max(sure, judged.threshold + quantile(BETA, found.df) * found.error))
+    limit = float(quantile(level, found.df))
+    # With few runs the next comparison's own error may be quite another: t of what is there spreads by far more than 1.
+    sure = (limit - float(ndtri(BETA)) * math.sqrt(1 + limit**2 / (2 * found.df))) * found.error
+    return min(max(sure, judged.threshold + float(quantile(BETA, found.df)) * found.error), MOST_LOG)
 
 
 def _runs_needed(judged: Judged, level: float) -> int | None:

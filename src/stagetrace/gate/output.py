@@ -156,11 +156,11 @@ def markdown(report: Report) -> str:
     for row in report.rows:
         found, outcome = row.judged.estimate, row.outcome
         noise = "—" if found.noise is None else _percent(found.noise)
-        least = "—" if outcome.detectable is None else _percent(math.expm1(outcome.detectable))
+        least = math.inf if outcome.detectable is None else math.expm1(outcome.detectable)
         verdict = f"**{outcome.verdict}**" if outcome.verdict != PASS else PASS
         lines.append(
             f"| {row.measure.title} | {verdict} | {_ms(row.judged.base_ms)} | {_signed(row.change * 100)} % "
-            f"| {_signed(row.change_ms)} | {noise} | {least} |"
+            f"| {_signed(row.change_ms)} | {noise} | {_percent(least) if least <= _HUGE else '—'} |"
         )
     lines += [f"| {_cell(b.budget.text)} | {b.verdict} | | | {_ms(b.seen_ms)} | | |" for b in report.budgets]
     return "\n".join([*lines, "", "</details>", ""])

@@ -23,7 +23,7 @@ from tests.faults.plugin.stagetrace_faults.control import Fault
 from tests.faults.server import FaultyServer, serve
 
 #: Shorter than a block of the prefix cache: the same prompts again are computed again.
-PLAN = Plan(runs=4, requests=6, prompt_tokens="60", output_tokens="8", warmup=2)
+PLAN = Plan(runs=4, requests=5, prompt_tokens="60", output_tokens="8", warmup=1)
 FAULTS = {
     "before": None, "same": None, "prefill": Fault("prefill", 120.0), "decode": Fault("decode", 25.0),
 }  # fmt: skip

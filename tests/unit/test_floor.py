@@ -160,7 +160,10 @@ def test_a_window_bounds_what_is_looked_at() -> None:
     mistral, whole = model("mistral-7b-v0.1"), model("mistral-7b-v0.1", sliding_window=None)
     below, beyond = decode_pass(mistral, 4096), decode_pass(mistral, 100_000)
     assert below == decode_pass(whole, 4096)
-    assert beyond.flop == below.flop and beyond.bytes == below.bytes + mistral.kv_bytes_per_token
+    assert beyond == below  # as many positions are read and written as are attended to
+    own = 4096 * mistral.kv_bytes_per_token + mistral.row_bytes + 4 * mistral.vocabulary
+    assert beyond.bytes == mistral.pass_bytes + own
+    assert prefill(mistral, 1, cached=31_999).bytes == mistral.layer_bytes + 4096 * mistral.kv_bytes_per_token
     gemma = model("gemma-2-9b-it")
     assert gemma.windows == ((None, 21), (4096, 21))
     assert decode_pass(gemma, 8193).bytes - decode_pass(gemma, 8192).bytes == gemma.kv_bytes_per_token / 2

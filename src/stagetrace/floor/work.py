@@ -94,7 +94,7 @@ def decode_pass(model: Model, context: int, tokens: int = 1, mates: int = 0, seq
     pairs = seen = 0
     for window, layers in model.windows:
         pairs += layers * attended(before, context, window)
-        seen += layers * (before if window is None or before < window else window)
+        seen += layers * (before if window is None or before < window else window - 1)
     return Work(
         2 * model.narrow_weights * total,
         2 * model.wide_weights * total + model.read_flop * pairs + 2 * model.embedding_weights * sequences,
@@ -124,6 +124,6 @@ def _layers(model: Model, tokens: int, attention: float) -> Work:
 
 
 def _cache(model: Model, read: int, written: int) -> Work:
-    """Of the positions in the cache, a layer reads those it looks back at."""
-    seen = sum(layers * (read if window is None else min(read, window)) for window, layers in model.windows)
+    """Of the positions in the cache, a layer reads those it looks back at: a window holds the new one, too."""
+    seen = sum(layers * (read if window is None else min(read, window - 1)) for window, layers in model.windows)
     return Work(0, 0, model.cache_bytes * (seen + written * model.layers))

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from ..floor import Device, Floor, Model, Rates, Request, Row
 from ..floor.devices import REFERENCE
+from ..floor.room import room_of
 from ..floor.rows import document_pass_bytes
 from ..floor.work import logits_bytes
 from .stopwatch import REFERENCE_MS, REFERENCE_TTFT_MS, figure
@@ -84,14 +85,15 @@ def _counts(found: Floor, model: Model, r: Request) -> Iterator[str]:
 
 
 def _memory(found: Floor, model: Model, device: Device, r: Request, gpus: int) -> Iterator[str]:
-    if device.memory_gb is None:
+    room = room_of(model, device, r, gpus)
+    if room is None:
         return
-    room, each = device.memory_gb * gpus * 1e9, found.kv_bytes_per_token * (r.prompt + r.output)
-    left = room - found.weight_bytes
-    if left < each:
-        yield f"Does not fit: {_size(found.weight_bytes)}B of weights and {_size(each)}B of cache in {_size(room)}B."
-    else:
-        yield f"In {_size(room)}B, the weights leave room for the cache of {int(left / each):,} such requests at most."
+    memory = f"{_size(room.memory_bytes)}B"
+    if not room.requests:
+        each = _size(room.request_bytes)
+        yield f"Does not fit: {_size(found.weight_bytes)}B of weights and {each}B of cache in {memory}."
+        return
+    yield f"In {memory}, the weights leave room for the cache of {room.requests:,} such requests at most."
 
 
 def _document(found: Floor, model: Model, device: Device, r: Request) -> Iterator[str]:

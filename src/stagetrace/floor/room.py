@@ -1,0 +1,34 @@
+"""How many requests' caches the memory holds beside a model's weights, at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .devices import Device
+from .model import Model
+from .rows import Request
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes of all GPUs' memory and of one request's cache, and so many such requests fit at most."""
+
+    memory_bytes: float
+    request_bytes: float
+    requests: int
+
+
+def room_of(model: Model, device: Device, request: Request, gpus: int = 1) -> Room | None:
+    """What fits into ``gpus`` of ``device``; None where its memory is not known."""
+    if device.memory_gb is None:
+        return None
+    memory = device.memory_gb * gpus * 1e9
+    each = request_bytes(model, request)
+    return Room(memory, each, max(int((memory - model.weight_bytes) // each), 0))
+
+
+def request_bytes(model: Model, request: Request) -> float:
+    """A request's cache when its last token is drawn, which itself is not in it: of a window, what it looks back at."""
+    tokens = request.prompt + request.output - 1
+    held = sum(layers * (tokens if window is None else min(tokens, window)) for window, layers in model.windows)
+    return model.cache_bytes * held

@@ -76,6 +76,12 @@ def test_whether_it_fits(stagetrace: Cli) -> None:
     )
 
 
+def test_whether_the_batch_fits(stagetrace: Cli) -> None:
+    asked = ("floor", "--model", LLAMA, "--gpu", "H100", "--batch")
+    assert "the cache of 211 such requests at most." in stagetrace(*asked, "211")[1]
+    assert "the cache of 211 such requests at most: a batch of 212 does not fit." in stagetrace(*asked, "212")[1]
+
+
 def test_a_device_of_ones_own(stagetrace: Cli) -> None:
     found = document(stagetrace, "--gpu", "thing", "--tflops", "100", "--bandwidth-gb-s", "1000")
     assert found["ridge_batch"] == 100

@@ -33,5 +33,13 @@ def test_layers_without_a_window_keep_all_of_it() -> None:
     assert found.request_bytes == pytest.approx(2.79e9, rel=0.01) and found.requests == 5
 
 
+@pytest.mark.parametrize(
+    ("block", "tokens", "fit"), [(1, 2299, 212), (16, 2304, 211), (1000, 3000, 162), (4096, 4096, 119)]
+)
+def test_a_cache_is_whole_blocks(block: int, tokens: int, fit: int) -> None:
+    found = room("llama-3.1-8b", "H100", Request(2000, 300, block_size=block))
+    assert (found.request_bytes, found.requests) == (tokens * 131_072, fit)
+
+
 def test_without_a_memory_there_is_no_answer() -> None:
     assert room_of(LLAMA, device("reference"), Request(2000, 300)) is None

@@ -28,7 +28,12 @@ def room_of(model: Model, device: Device, request: Request, gpus: int = 1) -> Ro
 
 
 def request_bytes(model: Model, request: Request) -> float:
-    """A request's cache when its last token is drawn, which itself is not in it: of a window, what it looks back at."""
-    tokens = request.prompt + request.output - 1
-    held = sum(layers * (tokens if window is None else min(tokens, window)) for window, layers in model.windows)
-    return model.cache_bytes * held
+    """A request's cache when its last token is drawn, which itself is not in it: of a window, what it looks back at.
+
+    In whole blocks, for no two requests share one that is half full.
+    """
+    tokens, block = request.prompt + request.output - 1, request.block_size
+    blocks = sum(
+        layers * -(-(tokens if window is None else min(tokens, window)) // block) for window, layers in model.windows
+    )
+    return model.cache_bytes * blocks * block

@@ -93,7 +93,8 @@ def _memory(found: Floor, model: Model, device: Device, r: Request, gpus: int) -
         each = _size(room.request_bytes)
         yield f"Does not fit: {_size(found.weight_bytes)}B of weights and {each}B of cache in {memory}."
         return
-    yield f"In {memory}, the weights leave room for the cache of {room.requests:,} such requests at most."
+    more = f": a batch of {r.batch:,} does not fit" if r.batch > room.requests else ""
+    yield f"In {memory}, the weights leave room for the cache of {room.requests:,} such requests at most{more}."
 
 
 def _document(found: Floor, model: Model, device: Device, r: Request) -> Iterator[str]:

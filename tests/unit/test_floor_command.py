@@ -88,6 +88,26 @@ def test_a_device_of_ones_own(stagetrace: Cli) -> None:
     assert document(stagetrace, "--gpu", "H100", "--tflops", "3350")["ridge_batch"] == 1000
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("H100", "--quantization", "fp8"), "on H100: 1,979 TFLOP/s (fp8), 3,350 GB/s"),
+        (("H100", "--dtype", "fp16"), "989 TFLOP/s (fp16)"),
+        (("H100", "--dtype", "fp32"), "494 TFLOP/s (fp32)"),
+        (("A100-80GB", "--quantization", "fp8"), "312 TFLOP/s (bf16: no fp8 peak is known)"),
+        (("MI210", "--quantization", "fp8"), "181 TFLOP/s (bf16: no fp8 peak is known)"),
+        (("RTX-4090", "--quantization", "modelopt_fp4"), "165.2 TFLOP/s (bf16: no fp4 peak is known)"),
+        (("T4",), "65 TFLOP/s (fp16: no bf16 peak is known)"),
+        (("T4", "--dtype", "fp16"), "65 TFLOP/s (fp16), 320"),
+        (("T4", "--quantization", "fp8"), "65 TFLOP/s (fp16: no fp8 peak is known)"),
+        (("A100-80GB", "--quantization", "fp8", "--tflops", "100"), "100 TFLOP/s (fp8)"),
+    ],
+)
+def test_a_rate_has_the_name_of_its_number_format(stagetrace: Cli, arguments: tuple[str, ...], says: str) -> None:
+    code, out, _ = stagetrace("floor", "--model", LLAMA, "--gpu", *arguments)
+    assert code == 0 and says in out.splitlines()[0]
+
+
 def test_what_is_asked_of_the_model(stagetrace: Cli) -> None:
     assert document(stagetrace, "--gpu", "H100", "--kv-dtype", "fp8")["kv_bytes_per_token"] == 65_536
     assert document(stagetrace, "--gpu", "H100", "--dtype", "fp32")["weight_bytes"] == 2 * 16_060_522_496

@@ -89,6 +89,7 @@ def _model(path: Path, asked: dict[str, Any]) -> Model:
 def _device(name: str, tflops: float | None, gb_per_s: float | None, memory_gb: float | None) -> Device:
     """The row of ``name`` with what was given instead; a new device where both rates were."""
     from ..floor import DEVICES, Device, find_device
+    from ..floor.devices import FORMATS
 
     found = find_device(name)
     if found is None and (tflops is None or gb_per_s is None):
@@ -97,7 +98,7 @@ def _device(name: str, tflops: float | None, gb_per_s: float | None, memory_gb: 
     device = found or Device(name, {}, 0.0)
     return replace(
         device,
-        tflops={"bf16": tflops} if tflops is not None else device.tflops,
+        tflops=dict.fromkeys(FORMATS, tflops) if tflops is not None else device.tflops,
         gb_per_s=gb_per_s if gb_per_s is not None else device.gb_per_s,
         memory_gb=memory_gb if memory_gb is not None else device.memory_gb,
     )

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+#: Number formats that a device may have units for.
+FORMATS = ("fp32", "bf16", "fp8", "int8", "fp4")
+
 
 @dataclass(frozen=True)
 class Device:
@@ -23,16 +26,23 @@ class Device:
     gb_per_s: float
     memory_gb: float | None = None
     reported: tuple[str, ...] = ()
+    #: Whether 16 bits are bf16, too; fp16 only where not.
+    bf16: bool = True
 
     def peak_tflops(self, form: str) -> float:
         """The peak in a number format; bf16's where it has none of its own."""
         return self.tflops.get("bf16" if form == "fp16" else form, self.tflops["bf16"])
 
+    def computed_in(self, form: str) -> str:
+        """The number format whose peak that is."""
+        sixteen = "bf16" if self.bf16 else "fp16"
+        return form if form == "fp16" or (form in self.tflops and form != "bf16") else sixteen
+
 
 def _row(name: str, fp32: float, bf16: float, fp8: float | None, int8: float | None, gb_per_s: float, memory: float,
-         *reported: str, fp4: float | None = None) -> Device:  # fmt: skip
-    peaks = {"fp32": fp32, "bf16": bf16, "fp8": fp8, "int8": int8, "fp4": fp4}
-    return Device(name, {k: v for k, v in peaks.items() if v is not None}, gb_per_s, memory, reported)
+         *reported: str, fp4: float | None = None, has_bf16: bool = True) -> Device:  # fmt: skip
+    peaks = zip(FORMATS, (fp32, bf16, fp8, int8, fp4), strict=True)
+    return Device(name, {k: v for k, v in peaks if v is not None}, gb_per_s, memory, reported, has_bf16)
 
 
 #: The worked example's own rates: 34.2 TFLOP in 86.4 ms, 16.06 GB in 6.0 ms. What was reached, not a card's peak.
@@ -41,7 +51,7 @@ REFERENCE = Device("reference", {"bf16": 396.0}, 2680.0)
 DEVICES: tuple[Device, ...] = (
     REFERENCE,
     # name             fp32   bf16    fp8    int8   GB/s  GB   names that drivers report
-    _row("T4", 8.1, 65, None, 130, 320, 16, "Tesla T4"),
+    _row("T4", 8.1, 65, None, 130, 320, 16, "Tesla T4", has_bf16=False),
     _row("A10", 62.5, 125, None, 250, 600, 24, "NVIDIA A10"),
     _row("A10G", 35, 70, None, 140, 600, 24, "NVIDIA A10G"),
     _row("A30", 82, 165, None, 330, 933, 24, "NVIDIA A30"),

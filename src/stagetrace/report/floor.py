@@ -33,13 +33,15 @@ def floor_view(found: Floor, model: Model, device: Device, request: Request, gpu
 
 
 def _title(model: Model, device: Device, r: Request, gpus: int) -> str:
-    peak = device.peak_tflops(model.precision.compute)
+    asked = model.precision.compute
+    peak, used = device.peak_tflops(asked), device.computed_in(asked)
+    rate = f"{peak:,.5g} TFLOP/s ({used if used == asked else f'{used}: no {asked} peak is known'})"
     many = f"{gpus} × " if gpus > 1 else ""
     batch = f", {r.batch} at a time" if r.batch > 1 else ""
     cached = f" ({r.cached:,} cached)" if r.cached else ""
     return (
         f"{r.prompt:,} prompt tokens{cached}, {r.output:,} output tokens{batch}, on {many}{device.name}: "
-        f"{peak:,.5g} TFLOP/s ({model.precision.compute}), {device.gb_per_s:,.5g} GB/s"
+        f"{rate}, {device.gb_per_s:,.5g} GB/s"
     )
 
 

@@ -62,6 +62,21 @@ def test_notes_on_the_worked_example_are_its_own(stagetrace: Cli) -> None:
     assert "worked example" not in out
 
 
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("qwen2.5-7b", ()), ("llama-3.1-70b", ()), ("llama-3.1-8b", ("--quantization", "fp8"))],
+)
+def test_another_models_figures_are_not_the_worked_examples(stagetrace: Cli, name: str, more: tuple[str, ...]) -> None:
+    _, out, _ = stagetrace("floor", "--model", str(MODELS / f"{name}.json"), "--gpu", "reference", *more)
+    assert "what a worked example reached" in out and "Its decode" not in out and "its prefill" not in out
+
+
+def test_another_request_changes_no_figure_of_the_worked_example(stagetrace: Cli) -> None:
+    asked = ("--prompt", "100", "--output", "10", "--batch", "4", "--gpus", "2")
+    _, out, _ = stagetrace("floor", "--model", LLAMA, "--gpu", "reference", *asked)
+    assert "1,823.3 ms for 299 passes" in out and "3.9 times too fast" in out
+
+
 def test_a_mixture_says_what_it_assumes(stagetrace: Cli) -> None:
     _, out, _ = stagetrace("floor", "--model", str(MODELS / "mixtral-8x7b.json"), "--gpu", "H200")
     assert "Of 8 experts a token needs 2" in out and "12.9 G of them for a token" in out

@@ -12,10 +12,13 @@ from ..floor import Device, Floor, Model, Rates, Request, Row
 from ..floor.devices import REFERENCE
 from ..floor.room import room_of
 from ..floor.rows import document_pass_bytes
-from ..floor.work import logits_bytes
+from ..floor.work import lm_head, logits_bytes
 from .stopwatch import REFERENCE_MS, REFERENCE_TTFT_MS, figure
 
 GIB = 1 << 30
+#: The worked example's model: parameters, bytes of them, and bytes that a token adds to the cache. And its request.
+_EXAMPLE = (8_030_261_248, 16_060_522_496, 131_072)
+_EXAMPLE_PROMPT, _EXAMPLE_OUTPUT = 2000, 300
 
 
 def floor_view(found: Floor, model: Model, device: Device, request: Request, gpus: int) -> RenderableType:
@@ -28,7 +31,7 @@ def floor_view(found: Floor, model: Model, device: Device, request: Request, gpu
     table.add_row("", "TTFT", "", "", figure(found.ttft_ms), "")
     table.add_row("", "total", "", "", figure(found.total_ms), "")
     lines = [*_counts(found, model, request), *_memory(found, model, device, request, gpus)]
-    lines += _document(found, model, device, request) if device == REFERENCE else []
+    lines += _document(model, device) if device == REFERENCE else []
     return Group(Text(_title(model, device, request, gpus), style="bold"), table, *map(Text, lines))
 
 
@@ -99,21 +102,24 @@ def _memory(found: Floor, model: Model, device: Device, r: Request, gpus: int) -
     yield f"In {memory}, the weights leave room for the cache of {room.requests:,} such requests at most{more}."
 
 
-def _document(found: Floor, model: Model, device: Device, r: Request) -> Iterator[str]:
-    """What the worked example's own rates mean."""
-    rates = Rates.of(device, model)
-    passes = r.output - 1
-    whole = sum(document_pass_bytes(model, r.prompt + 1 + done, r.batch) for done in range(passes)) / rates.bytes * 1e3
-    head = next(row for row in found.rows if row.key == "lm_head")
-    short = REFERENCE_MS["prefill"] / (REFERENCE_TTFT_MS + 19 * 6.0)
+def _document(model: Model, device: Device) -> Iterator[str]:
+    """What the worked example's own rates mean; of its figures, those of its own model and request."""
     yield (
         "`reference` is what a worked example reached with an 8B model, no card's peak: 396 TFLOP/s are its 34.2 TFLOP "
-        "in 86.4 ms, 2.68 TB/s its 16.06 GB in 6.0 ms. By the exact count its prefill ran at 335 TFLOP/s."
+        "in 86.4 ms, 2.68 TB/s its 16.06 GB in 6.0 ms."
     )
+    if (model.parameters, model.weight_bytes, model.kv_bytes_per_token) != _EXAMPLE:
+        return
+    rates, passes = Rates.of(device, model), _EXAMPLE_OUTPUT - 1
+    contexts = range(_EXAMPLE_PROMPT + 1, _EXAMPLE_PROMPT + _EXAMPLE_OUTPUT)
+    whole = sum(document_pass_bytes(model, context) for context in contexts) / rates.bytes * 1e3
+    head = rates.ms(lm_head(model)) / REFERENCE_MS["lm_head"]
+    short = REFERENCE_MS["prefill"] / (REFERENCE_TTFT_MS + 19 * 6.0)
     yield (
-        f"Its decode reads all weights and no cache. With the embedding, of which a pass needs one row, and the cache: "
-        f"{figure(whole)} ms for {passes:,} passes. Its {REFERENCE_MS['lm_head']} ms for the head are "
-        f"{(head.floor_ms or 0.0) / REFERENCE_MS['lm_head']:.1f} times too fast for its own bandwidth."
+        f"With {_EXAMPLE_PROMPT:,} prompt and {_EXAMPLE_OUTPUT} output tokens, its prefill ran at 335 TFLOP/s by the "
+        "exact count. Its decode reads all weights and no cache. With the embedding, of which a pass needs one row, "
+        f"and the cache: {figure(whole)} ms for {passes} passes. Its {REFERENCE_MS['lm_head']} ms for the head are "
+        f"{head:.1f} times too fast for its own bandwidth."
     )
     yield (
         f"With 20 output tokens its prefill is {short:.0%} of the request ({REFERENCE_MS['prefill']} of "

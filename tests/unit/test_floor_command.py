@@ -129,6 +129,9 @@ def test_what_is_asked_of_the_model(stagetrace: Cli) -> None:
     fp8 = document(stagetrace, "--gpu", "H100", "--quantization", "fp8")
     assert fp8["weight_bytes"] < 9.1e9 and fp8["ridge_batch"] == 295
     assert document(stagetrace, "--gpu", "H100", "--block-size", "128")["kv_blocks"] == 16
+    mixture = ("floor", "--model", str(MODELS / "mixtral-8x7b.json"), "--gpu", "H100", "--json")
+    sizes = [json.loads(stagetrace(*mixture, *more)[1])["weight_bytes"] for more in ((), ("--quantization", "mxfp4"))]
+    assert sizes[1] < 0.3 * sizes[0]
 
 
 def test_a_model_directory(stagetrace: Cli, tmp_path: Path) -> None:
@@ -160,6 +163,7 @@ def test_a_model_directory(stagetrace: Cli, tmp_path: Path) -> None:
         (["--model", LLAMA, "--gpu", "H100", "--dtype", "fp3"], "dtype fp3 is not known"),
         (["--model", LLAMA, "--gpu", "H100", "--quantization", "q4"], "quant_method q4 is not known"),
         (["--model", str(MODELS / "gpt-oss-20b.json"), "--gpu", "H100", "--quantization", "fp8"], "quantised already"),
+        (["--model", LLAMA, "--gpu", "H100", "--quantization", "mxfp4"], "mxfp4: quantises experts only"),
         (["--model", LLAMA], "--gpu"),
         (["--gpu", "H100"], "--model"),
     ],

@@ -81,9 +81,13 @@ def _model(path: Path, asked: dict[str, Any]) -> Model:
     if "quantization" in asked and config.get("quantization_config"):
         raise Fault(f"--quantization {asked['quantization']}: {path} is quantised already")
     try:
-        return model_of(config | asked)
+        found = model_of(config | asked)
+        plain = model_of(config | {key: value for key, value in asked.items() if key != "quantization"})
     except ConfigError as error:
         raise Fault(f"--model {path}: {error}") from None
+    if "quantization" in asked and found.weight_bytes == plain.weight_bytes:
+        raise Fault(f"--quantization {asked['quantization']}: quantises experts only, and {path} has none")
+    return found
 
 
 def _device(name: str, tflops: float | None, gb_per_s: float | None, memory_gb: float | None) -> Device:

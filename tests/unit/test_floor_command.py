@@ -97,6 +97,22 @@ def test_whether_the_batch_fits(stagetrace: Cli) -> None:
     assert "the cache of 211 such requests at most: a batch of 212 does not fit." in stagetrace(*asked, "212")[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "gpus", "says"),
+    [
+        ("deepseek-v3", "8", "Tensor parallelism alone keeps the latent cache whole on every GPU: then 351 at most."),
+        ("llama-3.1-8b", "16", "keeps each of 8 KV heads whole, on more than one GPU: then "),
+        ("llama-3.1-8b", "6", "32 attention heads do not divide among 6 GPUs"),
+        ("llama-3.1-8b", "8", None),
+        ("deepseek-v2-lite", "1", None),
+    ],
+)
+def test_a_cache_that_gpus_do_not_divide(stagetrace: Cli, name: str, gpus: str, says: str | None) -> None:
+    _, out, _ = stagetrace("floor", "--model", str(MODELS / f"{name}.json"), "--gpu", "H200", "--gpus", gpus)
+    assert "such requests at most." in out
+    assert says in out if says else "That is" not in out
+
+
 def test_a_device_of_ones_own(stagetrace: Cli) -> None:
     found = document(stagetrace, "--gpu", "thing", "--tflops", "100", "--bandwidth-gb-s", "1000")
     assert found["ridge_batch"] == 100

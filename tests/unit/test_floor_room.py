@@ -41,5 +41,17 @@ def test_a_cache_is_whole_blocks(block: int, tokens: int, fit: int) -> None:
     assert (found.request_bytes, found.requests) == (tokens * 131_072, fit)
 
 
+@pytest.mark.parametrize(
+    ("name", "gpu", "gpus", "divided", "undivided"),
+    [
+        ("deepseek-v3", "H200", 8, 2809, 351), ("llama-3.1-8b", "H100", 16, 4185, 2092),
+        ("llama-3.1-8b", "H100", 8, 2066, 2066), ("llama-3.1-8b", "H100", 1, 211, 211),
+    ],
+)  # fmt: skip
+def test_tensor_parallelism_divides_whole_heads(name: str, gpu: str, gpus: int, divided: int, undivided: int) -> None:
+    found = room(name, gpu, Request(2000, 300), gpus)
+    assert (found.requests, found.undivided) == (divided, undivided)
+
+
 def test_without_a_memory_there_is_no_answer() -> None:
     assert room_of(LLAMA, device("reference"), Request(2000, 300)) is None

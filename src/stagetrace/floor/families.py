@@ -109,7 +109,7 @@ def _grouped(c: Fields, family: Family) -> tuple[Attention, int, int]:
         vectors += hidden  # the output projection's, too
     vectors += {None: 0, "head": 2 * width, "whole": queries + keys}[family.qk_norm]
     vectors += heads if family.sinks else 0
-    return Attention(heads, width, width, width, width, 2 * keys), 2 * hidden * (queries + keys), vectors
+    return Attention(heads, width, width, width, width, 2 * keys, kv_heads), 2 * hidden * (queries + keys), vectors
 
 
 def _latent(c: Fields) -> tuple[Attention, int, int]:
@@ -121,7 +121,7 @@ def _latent(c: Fields) -> tuple[Attention, int, int]:
     queries = heads * (plain + rotary)
     weights = hidden * (rank + rotary) + rank * heads * (plain + value) + heads * value * hidden
     weights += compressed * (hidden + queries) if compressed else hidden * queries
-    attention = Attention(heads, plain + rotary, value, rank + rotary, rank, rank + rotary)
+    attention = Attention(heads, plain + rotary, value, rank + rotary, rank, rank + rotary, 1)
     return attention, weights, rank + (compressed or 0)
 
 

@@ -14,7 +14,7 @@ class Attention:
 
     ``score`` and ``value`` are the widths of a head's keys and values; ``read_score`` and ``read_value`` those in a
     decode pass, where multi-head latent attention works on the latent vectors themselves. ``cached`` is how many
-    numbers a token leaves in the cache.
+    numbers a token leaves in the cache, for ``kv_heads`` heads: a latent vector is one.
     """
 
     heads: int
@@ -23,6 +23,12 @@ class Attention:
     read_score: int
     read_value: int
     cached: int
+    kv_heads: int
+
+    @property
+    def latent(self) -> bool:
+        """Whether it caches latent vectors."""
+        return self.read_score != self.score
 
 
 @dataclass(frozen=True)

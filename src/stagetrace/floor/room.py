@@ -11,11 +11,16 @@ from .rows import Request
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of all GPUs' memory and of one request's cache, and so many such requests fit at most."""
+    """Bytes of all GPUs' memory and of one request's cache, and so many such requests fit at most.
+
+    ``undivided`` are those that fit with tensor parallelism alone, which gives each GPU whole heads of the cache; as
+    many as ``requests`` where its heads divide evenly.
+    """
 
     memory_bytes: float
     request_bytes: float
     requests: int
+    undivided: int
 
 
 def room_of(model: Model, device: Device, request: Request, gpus: int = 1) -> Room | None:
@@ -23,8 +28,10 @@ def room_of(model: Model, device: Device, request: Request, gpus: int = 1) -> Ro
     if device.memory_gb is None:
         return None
     memory = device.memory_gb * gpus * 1e9
-    each = request_bytes(model, request)
-    return Room(memory, each, max(int((memory - model.weight_bytes) // each), 0))
+    left, each, heads = max(memory - model.weight_bytes, 0.0), request_bytes(model, request), model.attention.kv_heads
+    # Each GPU holds so many of the cache's heads, and at least one: so many copies are kept of it, in all.
+    copies = -(-heads // gpus) * gpus / heads
+    return Room(memory, each, int(left // each), int(left // (each * copies)))
 
 
 def request_bytes(model: Model, request: Request) -> float:

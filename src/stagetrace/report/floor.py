@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ..floor import Device, Floor, Model, Rates, Request, Row
 from ..floor.devices import REFERENCE
-from ..floor.room import room_of
+from ..floor.room import Room, room_of
 from ..floor.rows import document_pass_bytes
 from ..floor.work import lm_head, logits_bytes
 from .stopwatch import REFERENCE_MS, REFERENCE_TTFT_MS, figure
@@ -100,6 +100,21 @@ def _memory(found: Floor, model: Model, device: Device, r: Request, gpus: int) -
         return
     more = f": a batch of {r.batch:,} does not fit" if r.batch > room.requests else ""
     yield f"In {memory}, the weights leave room for the cache of {room.requests:,} such requests at most{more}."
+    yield from _division(model, room, gpus)
+
+
+def _division(model: Model, room: Room, gpus: int) -> Iterator[str]:
+    """What tensor parallelism makes of the bound."""
+    a = model.attention
+    if a.heads % gpus:
+        yield f"That is a bound: {a.heads} attention heads do not divide among {gpus:,} GPUs in tensor parallelism."
+    elif room.undivided < room.requests:
+        latent = "keeps the latent cache whole on every GPU"
+        whole = latent if a.latent else f"keeps each of {a.kv_heads} KV heads whole, on more than one GPU"
+        yield (
+            f"That is if {gpus:,} GPUs divide the cache among them. Tensor parallelism alone {whole}: "
+            f"then {room.undivided:,} at most."
+        )
 
 
 def _document(model: Model, device: Device) -> Iterator[str]:

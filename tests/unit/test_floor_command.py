@@ -82,6 +82,14 @@ def test_a_mixture_says_what_it_assumes(stagetrace: Cli) -> None:
     assert "Of 8 experts a token needs 2" in out and "12.9 G of them for a token" in out
 
 
+def test_the_formula_is_the_one_that_was_used(stagetrace: Cli) -> None:
+    asked = ("--gpu", "H100", "--prompt", "2000")
+    assert "FLOP as 2NP + 4·L·d·P²; floors" in stagetrace("floor", "--model", LLAMA, *asked)[1]
+    warm = (*asked, "--cached", "1999")
+    assert "FLOP as 2N(P − C) + 4·L·d·P·(P − C); floors" in stagetrace("floor", "--model", LLAMA, *warm)[1]
+    assert document(stagetrace, *warm)["stages"][6]["flop"] == 2 * 8_030_261_248 * 1 + 4 * 32 * 4096 * 2000 * 1
+
+
 def test_whether_it_fits(stagetrace: Cli) -> None:
     big = str(MODELS / "llama-3.1-70b.json")
     assert "Does not fit: 141.1 GB of weights" in stagetrace("floor", "--model", big, "--gpu", "H100")[1]

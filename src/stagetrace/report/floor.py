@@ -64,9 +64,10 @@ def _counts(found: Floor, model: Model, r: Request) -> Iterator[str]:
         f"{model.family}: {_flop(found.parameters)} parameters{active}, {_size(found.weight_bytes)}B of weights; "
         f"ridge at {found.ridge_batch:,} sequences: from there on a pass computes longer than it reads weights."
     )
+    formula = "2N(P − C) + 4·L·d·P·(P − C)" if r.cached else "2NP + 4·L·d·P²"
     exact = (prefill.flop_exact or 0) + (head.flop_exact or 0)
     yield (
-        f"Prefill is {_flop(prefill.flop)}FLOP as 2NP + 4·L·d·P²; floors come from the exact count, "
+        f"Prefill is {_flop(prefill.flop)}FLOP as {formula}; floors come from the exact count, "
         f"{_flop(exact)}FLOP: no embedding, the head once ({_flop(head.flop_exact)}FLOP), "
         "the causal half of attention."
     )

@@ -153,6 +153,9 @@ def test_what_is_asked_of_the_model(stagetrace: Cli) -> None:
     fp8 = document(stagetrace, "--gpu", "H100", "--quantization", "fp8")
     assert fp8["weight_bytes"] < 9.1e9 and fp8["ridge_batch"] == 295
     assert document(stagetrace, "--gpu", "H100", "--block-size", "128")["kv_blocks"] == 16
+    for option, auto in (("--dtype", "auto"), ("--dtype", "BF16"), ("--kv-dtype", "AUTO")):
+        assert document(stagetrace, "--gpu", "H100", option, auto) == document(stagetrace, "--gpu", "H100")
+    assert document(stagetrace, "--gpu", "H100", "--quantization", "FP8") == fp8
     mixture = ("floor", "--model", str(MODELS / "mixtral-8x7b.json"), "--gpu", "H100", "--json")
     sizes = [json.loads(stagetrace(*mixture, *more)[1])["weight_bytes"] for more in ((), ("--quantization", "mxfp4"))]
     assert sizes[1] < 0.3 * sizes[0]
@@ -176,16 +179,21 @@ def test_a_model_directory(stagetrace: Cli, tmp_path: Path) -> None:
         (["--model", "deep", "--gpu", "H100"], "deep: not JSON"),
         (["--model", "binary", "--gpu", "H100"], "binary: not JSON"),
         (["--model", "empty", "--gpu", "H100"], "--model empty: model_type is missing"),
-        (["--model", LLAMA, "--gpu", "A100"], "--gpu A100: not in the table"),
+        (["--model", LLAMA, "--gpu", "A100"], "not in the table; did you mean A100-40GB or A100-80GB or A100"),
+        (["--model", LLAMA, "--gpu", "RTX-4080"], "did you mean RTX-4090"),
+        (["--model", LLAMA, "--gpu", "voodoo"], "--gpu voodoo: not in the table (reference, T4"),
         (["--model", LLAMA, "--gpu", "mine", "--tflops", "1"], "give --tflops and --bandwidth-gb-s"),
         (["--model", LLAMA, "--gpu", "H100", "--cached", "2000"], "--cached 2000: less than --prompt 2000"),
         (["--model", LLAMA, "--gpu", "H100", "--prompt", "0"], "--prompt"),
         (["--model", LLAMA, "--gpu", "H100", "--output", "-1"], "--output"),
         (["--model", LLAMA, "--gpu", "H100", "--tflops", "nan"], "--tflops"),
         (["--model", LLAMA, "--gpu", "H100", "--bandwidth-gb-s", "inf"], "--bandwidth-gb-s"),
-        (["--model", LLAMA, "--gpu", "H100", "--kv-dtype", "fp3"], "kv_cache_dtype fp3 is not known"),
-        (["--model", LLAMA, "--gpu", "H100", "--dtype", "fp3"], "dtype fp3 is not known"),
-        (["--model", LLAMA, "--gpu", "H100", "--quantization", "q4"], "quant_method q4 is not known"),
+        (["--model", LLAMA, "--gpu", "H100", "--kv-dtype", "fp3"], "stagetrace: --kv-dtype fp3 is not known; known"),
+        (["--model", LLAMA, "--gpu", "H100", "--dtype", "fp3"], "stagetrace: --dtype fp3 is not known; known"),
+        (
+            ["--model", LLAMA, "--gpu", "H100", "--quantization", "q4"],
+            "stagetrace: --quantization q4 is not known; known",
+        ),
         (["--model", str(MODELS / "gpt-oss-20b.json"), "--gpu", "H100", "--quantization", "fp8"], "quantised already"),
         (["--model", LLAMA, "--gpu", "H100", "--quantization", "mxfp4"], "mxfp4: quantises experts only"),
         (["--model", LLAMA], "--gpu"),

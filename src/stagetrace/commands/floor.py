@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,6 +30,8 @@ Bandwidth = Annotated[
     float | None, typer.Option("--bandwidth-gb-s", metavar="X", min=1e-6, max=1e12, help="Its memory's, GB/s.")
 ]
 Memory = Annotated[float | None, typer.Option("--memory-gb", metavar="X", min=1e-6, max=1e12, help="Its memory, GB.")]
+#: Fields of a config that options stand for.
+_OPTIONS = {"dtype": "--dtype", "quantization": "--quantization", "kv_cache_dtype": "--kv-dtype"}
 
 
 def floor(
@@ -56,7 +58,7 @@ def floor(
         raise Fault(f"--cached {cached}: less than --prompt {prompt}; the last position is always computed")
     device = _device(gpu, tflops, bandwidth_gb_s, memory_gb)
     asked = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_dtype}
-    shape = _model(model, {key: value for key, value in asked.items() if value is not None})
+    shape = _model(model, {key: value.lower() for key, value in asked.items() if value})
     request = Request(prompt, output, cached, batch, block_size)
     found = floor_of(shape, device, request, gpus)
     if as_json:
@@ -69,11 +71,13 @@ def floor(
     Console().print(floor_view(found, shape, device, request, gpus), highlight=False)
 
 
-def _model(path: Path, asked: dict[str, Any]) -> Model:
+def _model(path: Path, asked: dict[str, str]) -> Model:
     """The model at ``path``, with what was ``asked`` for instead of what its config says."""
     from ..floor import ConfigError, model_of, read_config
     from ..floor.config import language_part
 
+    if asked.get("dtype") == "auto":
+        del asked["dtype"]
     try:
         config = language_part(read_config(path))
     except ConfigError as error:
@@ -84,10 +88,17 @@ def _model(path: Path, asked: dict[str, Any]) -> Model:
         found = model_of(config | asked)
         plain = model_of(config | {key: value for key, value in asked.items() if key != "quantization"})
     except ConfigError as error:
-        raise Fault(f"--model {path}: {error}") from None
+        raise Fault(_by_option(str(error), asked) or f"--model {path}: {error}") from None
     if "quantization" in asked and found.weight_bytes == plain.weight_bytes:
         raise Fault(f"--quantization {asked['quantization']}: quantises experts only, and {path} has none")
     return found
+
+
+def _by_option(error: str, asked: dict[str, str]) -> str | None:
+    """A config's ``error`` by the option that the field was given with; None where it is the config's own."""
+    field, _, said = error.partition(" ")
+    field = field.partition(".")[0]
+    return f"{_OPTIONS[field]} {said}" if field in asked else None
 
 
 def _device(name: str, tflops: float | None, gb_per_s: float | None, memory_gb: float | None) -> Device:
@@ -97,8 +108,11 @@ def _device(name: str, tflops: float | None, gb_per_s: float | None, memory_gb: 
 
     found = find_device(name)
     if found is None and (tflops is None or gb_per_s is None):
-        known = ", ".join(device.name for device in DEVICES)
-        raise Fault(f"--gpu {name}: not in the table ({known}); give --tflops and --bandwidth-gb-s, or one of these")
+        known = [device.name for device in DEVICES]
+        raise Fault(
+            f"--gpu {name}: not in the table{_meant(name, known)} ({', '.join(known)}); "
+            "give --tflops and --bandwidth-gb-s, or one of these"
+        )
     device = found or Device(name, {}, 0.0)
     return replace(
         device,
@@ -106,3 +120,13 @@ def _device(name: str, tflops: float | None, gb_per_s: float | None, memory_gb: 
         gb_per_s=gb_per_s if gb_per_s is not None else device.gb_per_s,
         memory_gb=memory_gb if memory_gb is not None else device.memory_gb,
     )
+
+
+def _meant(name: str, known: list[str]) -> str:
+    """Which of the ``known`` names may be meant: those that begin so, else what looks alike."""
+    from difflib import get_close_matches
+
+    plain = {device.casefold(): device for device in known}
+    wanted = name.casefold()
+    near = [key for key in plain if wanted and key.startswith(wanted)] or get_close_matches(wanted, plain)
+    return f"; did you mean {' or '.join(plain[key] for key in near[:3])}?" if near else ""

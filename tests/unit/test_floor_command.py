@@ -77,6 +77,25 @@ def test_another_request_changes_no_figure_of_the_worked_example(stagetrace: Cli
     assert "1,823.3 ms for 299 passes" in out and "3.9 times too fast" in out
 
 
+def test_one_is_not_many(stagetrace: Cli) -> None:
+    asked = ("--gpu", "H100", "--prompt", "1", "--output", "1", "--tflops", "1e-6", "--memory-gb", "16.064")
+    _, out, _ = stagetrace("floor", "--model", LLAMA, *asked)
+    for words in (
+        "1 prompt token, 1 output token, on",
+        "1 block of 16.",
+        "ridge at 1 sequence:",
+        "one such request at",
+    ):
+        assert words in out, words
+
+
+def test_more_tokens_than_positions_are_remarked_on(stagetrace: Cli) -> None:
+    asked = ("floor", "--model", LLAMA, "--gpu", "H200", "--output", "72", "--prompt")
+    remark = "Prompt and output are 131,073 tokens; the config's max_position_embeddings is 131,072."
+    assert remark in stagetrace(*asked, "131001")[1]
+    assert "max_position_embeddings" not in stagetrace(*asked, "131000")[1]
+
+
 def test_a_mixture_says_what_it_assumes(stagetrace: Cli) -> None:
     _, out, _ = stagetrace("floor", "--model", str(MODELS / "mixtral-8x7b.json"), "--gpu", "H200")
     assert "Of 8 experts a token needs 2" in out and "12.9 G of them for a token" in out

@@ -58,7 +58,7 @@ def floor(
         raise Fault(f"--cached {cached}: less than --prompt {prompt}; the last position is always computed")
     device = _device(gpu, tflops, bandwidth_gb_s, memory_gb)
     asked = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_dtype}
-    shape = _model(model, {key: value.lower() for key, value in asked.items() if value})
+    shape, positions = _model(model, {key: value.lower() for key, value in asked.items() if value})
     request = Request(prompt, output, cached, batch, block_size)
     found = floor_of(shape, device, request, gpus)
     if as_json:
@@ -68,11 +68,11 @@ def floor(
 
     from ..report.floor import floor_view
 
-    Console().print(floor_view(found, shape, device, request, gpus), highlight=False)
+    Console().print(floor_view(found, shape, device, request, gpus, positions), highlight=False)
 
 
-def _model(path: Path, asked: dict[str, str]) -> Model:
-    """The model at ``path``, with what was ``asked`` for instead of what its config says."""
+def _model(path: Path, asked: dict[str, str]) -> tuple[Model, int | None]:
+    """The model at ``path`` with what was ``asked`` for instead of what its config says, and its positions."""
     from ..floor import ConfigError, model_of, read_config
     from ..floor.config import language_part
 
@@ -91,7 +91,8 @@ def _model(path: Path, asked: dict[str, str]) -> Model:
         raise Fault(_by_option(str(error), asked) or f"--model {path}: {error}") from None
     if "quantization" in asked and found.weight_bytes == plain.weight_bytes:
         raise Fault(f"--quantization {asked['quantization']}: quantises experts only, and {path} has none")
-    return found
+    positions = config.get("max_position_embeddings")
+    return found, positions if isinstance(positions, int) else None
 
 
 def _by_option(error: str, asked: dict[str, str]) -> str | None:

@@ -21,8 +21,10 @@ _EXAMPLE = (8_030_261_248, 16_060_522_496, 131_072)
 _EXAMPLE_PROMPT, _EXAMPLE_OUTPUT = 2000, 300
 
 
-def floor_view(found: Floor, model: Model, device: Device, request: Request, gpus: int) -> RenderableType:
-    """Title, twelve rows, and in words what they are made of."""
+def floor_view(
+    found: Floor, model: Model, device: Device, request: Request, gpus: int, positions: int | None = None
+) -> RenderableType:
+    """Title, twelve rows, and in words what they are made of; ``positions`` are as many as the config says it has."""
     table = Table(box=None, pad_edge=False)
     for name in ("#", "stage", "FLOP", "bytes", "floor (ms)", "bound by"):
         table.add_column(name, justify="left" if name in ("stage", "bound by") else "right", overflow="fold")
@@ -31,6 +33,9 @@ def floor_view(found: Floor, model: Model, device: Device, request: Request, gpu
     table.add_row("", "TTFT", "", "", figure(found.ttft_ms), "")
     table.add_row("", "total", "", "", figure(found.total_ms), "")
     lines = [*_counts(found, model, request), *_memory(found, model, device, request, gpus)]
+    length = request.prompt + request.output
+    if positions is not None and length > positions:
+        lines.append(f"Prompt and output are {length:,} tokens; the config's max_position_embeddings is {positions:,}.")
     lines += _document(model, device) if device == REFERENCE else []
     return Group(Text(_title(model, device, request, gpus), style="bold"), table, *map(Text, lines))
 
@@ -43,9 +48,13 @@ def _title(model: Model, device: Device, r: Request, gpus: int) -> str:
     batch = f", {r.batch} at a time" if r.batch > 1 else ""
     cached = f" ({r.cached:,} cached)" if r.cached else ""
     return (
-        f"{r.prompt:,} prompt tokens{cached}, {r.output:,} output tokens{batch}, on {many}{device.name}: "
+        f"{_many(r.prompt, 'prompt token')}{cached}, {_many(r.output, 'output token')}{batch}, on {many}{device.name}: "
         f"{rate}, {device.gb_per_s:,.5g} GB/s"
     )
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _cells(row: Row) -> list[str]:
@@ -62,7 +71,7 @@ def _counts(found: Floor, model: Model, r: Request) -> Iterator[str]:
     active = f", {_flop(found.active_parameters)} of them for a token" if model.experts else ""
     yield (
         f"{model.family}: {_flop(found.parameters)} parameters{active}, {_size(found.weight_bytes)}B of weights; "
-        f"ridge at {found.ridge_batch:,} sequences: from there on a pass computes longer than it reads weights."
+        f"ridge at {_many(found.ridge_batch, 'sequence')}: from there on a pass computes longer than it reads weights."
     )
     formula = "2N(P − C) + 4·L·d·P·(P − C)" if r.cached else "2NP + 4·L·d·P²"
     exact = (prefill.flop_exact or 0) + (head.flop_exact or 0)
@@ -74,7 +83,7 @@ def _counts(found: Floor, model: Model, r: Request) -> Iterator[str]:
     written = found.kv_bytes_per_token * (r.prompt - r.cached)
     yield (
         f"KV cache: {found.kv_bytes_per_token / 1024:,.4g} KiB a token, {written / GIB:,.2f} GiB written, "
-        f"{found.kv_blocks:,} blocks of {r.block_size}. "
+        f"{_many(found.kv_blocks, 'block')} of {r.block_size}. "
         f"Logits of 8,192 positions would be {logits_bytes(model.vocabulary, 8192) / GIB:.1f} GiB in fp32."
     )
     if model.experts:
@@ -99,8 +108,9 @@ def _memory(found: Floor, model: Model, device: Device, r: Request, gpus: int) -
         each = _size(room.request_bytes)
         yield f"Does not fit: {_size(found.weight_bytes)}B of weights and {each}B of cache in {memory}."
         return
+    many = f"{room.requests:,} such requests" if room.requests > 1 else "one such request"
     more = f": a batch of {r.batch:,} does not fit" if r.batch > room.requests else ""
-    yield f"In {memory}, the weights leave room for the cache of {room.requests:,} such requests at most{more}."
+    yield f"In {memory}, the weights leave room for the cache of {many} at most{more}."
     yield from _division(model, room, gpus)
 
 

@@ -44,6 +44,17 @@ def test_the_document(stagetrace: Cli) -> None:
     assert document(stagetrace, "--gpu", "H100")["ridge_batch"] == 295
 
 
+def test_the_document_says_what_it_is_of(stagetrace: Cli) -> None:
+    found = document(stagetrace, "--gpu", "A100-80GB", "--gpus", "2", "--quantization", "fp8")
+    assert found["model"] == "llama"
+    assert found["device"] == {
+        "name": "A100-80GB", "gpus": 2, "tflop_per_s": 312, "format": "bf16", "gb_per_s": 2039, "memory_gb": 80,
+    }  # fmt: skip
+    assert document(stagetrace, "--gpu", "H100")["requests_that_fit"] == 211
+    assert document(stagetrace, "--gpu", "H100", "--memory-gb", "16")["requests_that_fit"] == 0
+    assert document(stagetrace, *REFERENCE)["requests_that_fit"] is None
+
+
 def test_in_words(stagetrace: Cli) -> None:
     code, out, err = stagetrace("floor", "--model", LLAMA, *REFERENCE)
     assert (code, err) == (0, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -53,6 +53,7 @@ def floor(
 ) -> None:
     """What each of the twelve stages could cost at least on given hardware. Needs no engine and no GPU."""
     from ..floor import Request, floor_of
+    from ..floor.room import room_of
 
     if cached >= prompt:
         raise Fault(f"--cached {cached}: less than --prompt {prompt}; the last position is always computed")
@@ -62,7 +63,10 @@ def floor(
     request = Request(prompt, output, cached, batch, block_size)
     found = floor_of(shape, device, request, gpus)
     if as_json:
-        typer.echo(json.dumps(found.to_json(), allow_nan=False))
+        more: dict[str, Any] = {"model": shape.family, "device": _rates(device, shape, gpus)}
+        room = room_of(shape, device, request, gpus)
+        more["requests_that_fit"] = room and room.requests
+        typer.echo(json.dumps(found.to_json() | more, allow_nan=False))
         return
     from rich.console import Console
 
@@ -100,6 +104,15 @@ def _by_option(error: str, asked: dict[str, str]) -> str | None:
     field, _, said = error.partition(" ")
     field = field.partition(".")[0]
     return f"{_OPTIONS[field]} {said}" if field in asked else None
+
+
+def _rates(device: Device, model: Model, gpus: int) -> dict[str, Any]:
+    """One device's figures, as they were used; ``format`` is what the peak is of."""
+    form = model.precision.compute
+    return {
+        "name": device.name, "gpus": gpus, "tflop_per_s": device.peak_tflops(form), "format": device.computed_in(form),
+        "gb_per_s": device.gb_per_s, "memory_gb": device.memory_gb,
+    }  # fmt: skip
 
 
 def _device(name: str, tflops: float | None, gb_per_s: float | None, memory_gb: float | None) -> Device:

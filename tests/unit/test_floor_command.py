@@ -133,6 +133,8 @@ def test_whether_the_batch_fits(stagetrace: Cli) -> None:
     asked = ("floor", "--model", LLAMA, "--gpu", "H100", "--batch")
     assert "the cache of 211 such requests at most." in stagetrace(*asked, "211")[1]
     assert "the cache of 211 such requests at most: a batch of 212 does not fit." in stagetrace(*asked, "212")[1]
+    warm = stagetrace(*asked, "212", "--cached", "1999")[1]
+    assert "211 such requests, each with a prefix of its own, at most: a batch of 212 does not fit." in warm
 
 
 @pytest.mark.parametrize(

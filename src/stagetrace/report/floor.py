@@ -109,6 +109,7 @@ def _memory(found: Floor, model: Model, device: Device, r: Request, gpus: int) -
         yield f"Does not fit: {_size(found.weight_bytes)}B of weights and {each}B of cache in {memory}."
         return
     many = f"{room.requests:,} such requests" if room.requests > 1 else "one such request"
+    many += ", each with a prefix of its own," if r.cached else ""
     more = f": a batch of {r.batch:,} does not fit" if r.batch > room.requests else ""
     yield f"In {memory}, the weights leave room for the cache of {many} at most{more}."
     yield from _division(model, room, gpus)

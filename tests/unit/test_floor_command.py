@@ -129,6 +129,15 @@ def test_whether_it_fits(stagetrace: Cli) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "gpu", "prompt", "fit"),
+    [("gemma-3-4b-it", "L4", "130000", 5), ("mistral-7b-v0.1", "H100", "1000000", 122)],
+)
+def test_windows_make_long_prompts_fit(stagetrace: Cli, name: str, gpu: str, prompt: str, fit: int) -> None:
+    _, out, _ = stagetrace("floor", "--model", str(MODELS / f"{name}.json"), "--gpu", gpu, "--prompt", prompt)
+    assert f"leave room for the cache of {fit} such requests at most." in out
+
+
 def test_whether_the_batch_fits(stagetrace: Cli) -> None:
     asked = ("floor", "--model", LLAMA, "--gpu", "H100", "--batch")
     assert "the cache of 211 such requests at most." in stagetrace(*asked, "211")[1]

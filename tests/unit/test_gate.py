@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sqlite3
 import sys
@@ -90,6 +91,20 @@ def test_nothing_changed(stagetrace: Cli, stores: Callable[..., Any]) -> None:
     assert out.splitlines()[-1].startswith("PASS: ")
     for fact in ("concurrency 1", "prefix caching on", "model tiny", "5 against 5 runs"):
         assert fact in out
+
+
+def test_the_rate_of_false_alarms_is_promised_of_runs_in_turn_only(
+    stagetrace: Cli, stores: Callable[..., Any], tmp_path: Path
+) -> None:
+    before, after = stores()
+    said = stagetrace("gate", "--baseline", *before, "--current", *after)[1]
+    assert "At most 1% of unchanged ones fail" in said and "in turn" not in said
+    later = [replace(run, started_unix_ns=run.started_unix_ns + 10**14) for run in runs_of(7, 5, QUIET, {}, 12)[1]]
+    after = [str(store(tmp_path / f"later{n}.db", run)) for n, run in enumerate(later)]
+    said = stagetrace("gate", "--baseline", *before, "--current", *after)[1]
+    assert "At most 1%" not in said and "sides not run in turn" in said
+    found = json.loads(stagetrace("gate", "--baseline", *before, "--current", *after, "--json")[1])
+    assert found["false_alarms_at_most"] is None
 
 
 def test_a_file_on_stdout_is_alone_there(stagetrace: Cli, stores: Callable[..., Any]) -> None:
@@ -400,6 +415,8 @@ def test_budgets() -> None:
     assert compare(sides, Wishes(budgets=(parse_budget("prefill_p50 <= 1us"),))).verdict == FAIL
     few = Sides(before[:1], after[:1])
     assert compare(few, Wishes(budgets=(parse_budget("itl_p99 <= 1us"),))).budgets[0].verdict == INCONCLUSIVE
+    row = compare(sides, Wishes(budgets=(parse_budget("itl_p99 <= 1us"),))).budgets[0]
+    assert output.budget_words(replace(row, seen_ms=math.nan)) == "itl_p99 <= 1us: not seen in any run"
 
 
 def test_the_file_of_wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,8 @@ class Report:
     #: The stage that carried the change; a timer where no stage did; None where nothing is slower.
     culprit: Row | None
     shown: list[Shown] = field(default_factory=list)
+    #: Whether the sides were run in turn, in enough runs to know it: only then is the rate of false alarms known.
+    interleaved: bool = False
 
     @property
     def runs(self) -> tuple[int, int]:
@@ -112,7 +114,7 @@ def compare(sides: Sides, wishes: Wishes) -> Report:
     return Report(
         overall([row.outcome.verdict for row in rows] + [row.verdict for row in budgets]),
         sides, rows, budgets, _unjudged(sides, found), culprit,
-        _shown(culprit, sides, found) if culprit else [],
+        _shown(culprit, sides, found) if culprit else [], order is not None,
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def document(report: Report, code: int) -> dict[str, Any]:
         "stage": report.culprit.measure.key if report.culprit else None,
         "runs": {"baseline": report.runs[0], "current": report.runs[1]},
         "runs_needed": report.runs_needed,
-        "false_alarms_at_most": FALSE_ALARMS,
+        "false_alarms_at_most": FALSE_ALARMS if report.interleaved else None,
         "missed_at_most": BETA,
         "differ": report.sides.differ,
         "measures": [_measure(row) for row in report.rows],
@@ -187,7 +187,7 @@ def row_words(row: Row) -> str:
 
 def budget_words(row: BudgetRow) -> str:
     """A budget in one sentence."""
-    return f"{row.budget.text}: {_ms(row.seen_ms)} ms"
+    return f"{row.budget.text}: {f'{_ms(row.seen_ms)} ms' if math.isfinite(row.seen_ms) else 'not seen in any run'}"
 
 
 def _percent(value: float) -> str:

@@ -73,8 +73,15 @@ def _asides(report: Report) -> Iterator[str]:
         yield "not judged: " + ", ".join(f"{key} ({state})" for key, state in report.unjudged.items())
     yield (
         "at most (%): what the change is surely below, but for 1 in 20; noise: how far runs vary; caught (%): the "
-        f"least that would be FAIL in 19 of 20 comparisons. At most {FALSE_ALARMS:.0%} of unchanged ones fail."
+        "least that would be FAIL in 19 of 20 comparisons."
     )
+    if report.interleaved:
+        yield f"At most {FALSE_ALARMS:.0%} of unchanged ones fail."
+    else:
+        yield (
+            "Fewer than six runs, or sides not run in turn: what drifted on the machine between them cannot be told "
+            "from a change (`gate --ab` runs them in turn)."
+        )
 
 
 def _explained(report: Report) -> Iterator[RenderableType]:

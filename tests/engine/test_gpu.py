@@ -17,6 +17,7 @@ from tests.engine.conftest import Live, Starter
 from tests.engine.serving import ClientResult, run_many
 from tests.invariants import end_of, violations
 from tests.nvml.stub import Card, Points, Script, extremes, integral
+from tests.unit.helpers import wait_until
 
 HZ = 4.0
 PERIOD_S = 1 / HZ
@@ -166,7 +167,8 @@ def test_each_failure_leaves_the_server_and_the_other_counters_unharmed(
     live = next(serve)
     try:
         answered = run_many(live.port, [live.body(40, 80, seed=n % 4) for n in range(24)], 4)
-        time.sleep(2)
+        gone = script.cards[1].id
+        wait_until(lambda: any(s.card == gone and s.power_w is None for s in load(live.store).gpu), "a card is lost")
         answered += run_many(live.port, [live.body(40, 80, seed=5)], 1)
         records = live.records(answered)
         log = live.server.log.read_text(errors="replace")

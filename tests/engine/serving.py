@@ -21,6 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from stagetrace import serve
+from stagetrace.serve import port_is_free as port_is_free
+
 HOST = "127.0.0.1"
 LOG_LINES = 40
 
@@ -35,23 +38,10 @@ _given: set[int] = set()
 def free_port() -> int:
     """Return a port nobody listens on at the moment, and nobody here has been given: servers may start side by side."""
     while True:
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            port = int(probe.getsockname()[1])
+        port = serve.free_port()
         if port not in _given:
             _given.add(port)
             return port
-
-
-def port_is_free(port: int) -> bool:
-    """Tell whether nobody answers on ``port`` and it can be bound."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
 
 
 def group_members(group: int) -> dict[int, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..serve import free_port
 from .client import answers
 
 READY_S = 600.0
@@ -84,11 +84,3 @@ class Server:
     def _last(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1].strip() if lines else "(nothing)"
-
-
-def free_port() -> int:
-    """A loopback port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

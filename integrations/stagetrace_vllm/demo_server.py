@@ -20,7 +20,6 @@ class DemoServer:
 
     name = "vllm"
     model = MODEL_NAME
-    ready_path = "/health"
     max_num_seqs = MAX_NUM_SEQS
     max_model_len = MAX_MODEL_LEN
 

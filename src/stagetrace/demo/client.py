@@ -41,15 +41,3 @@ def _read(response: http.client.HTTPResponse) -> str:
     if not identifier:
         raise RequestFailed("the server's answer carried no response id")
     return identifier
-
-
-def answers(port: int, path: str) -> bool:
-    """Whether the server says 200 on ``path``."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2.0)
-    try:
-        connection.request("GET", path)
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()

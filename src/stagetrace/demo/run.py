@@ -14,13 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from ..api import integrations
+from ..faults import Fault
 from ..model import RequestRecord
 from ..numbers import numbers, typical
 from ..report.numbers import numbers_table
 from ..report.stopwatch import reference_shares, stopwatch
 from ..store import load, refuse_unless_writable
 from .client import RequestFailed, chat
-from .server import DemoEngine, Server, ServerFailed
+from .server import DemoEngine, demo_server
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def run_demo(model: Path | None, store: Path) -> int:
     began = time.time_ns()
     try:
         ids = _serve(engine, model, store, console)
-    except (RequestFailed, ServerFailed) as error:
+    except (RequestFailed, Fault) as error:
         return _fail(str(error))
     return _report(ids, began, store, console)
 
@@ -86,8 +87,7 @@ def _serve(engine: DemoEngine, model: Path | None, store: Path, console: Console
         model_dir = model or engine.make_model(_cache() / f"{engine.name}-demo-model")
         progress.advance(making)
         starting = progress.add_task(f"{engine.name} server under stagetrace", total=1)
-        with Server(engine, model_dir, store) as server:
-            server.wait_ready(progress.refresh)
+        with demo_server(engine, model_dir, store, progress.refresh) as server:
             progress.advance(starting)
             # The first requests pay for what an engine does once; they are recorded, but not shown as typical.
             for seed in (1, 2):

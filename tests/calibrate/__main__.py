@@ -1,16 +1,20 @@
 """``python -m tests.calibrate``: the gate's false alarms and catches, on real servers of this machine.
 
-It makes runs of the demo's server, spread over the time given (those that are in DIR already count), draws comparisons
-from them, and then starts servers with a delay in one stage and compares those with servers without.
+It compares the demo's server with itself, again and again over the time given, and draws further comparisons from those
+runs. In between it compares it with servers that have a delay in one stage. What is in DIR already counts: it may be
+interrupted, and goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from string import ascii_lowercase
 
 import numpy as np
 from rich.console import Console
@@ -19,34 +23,39 @@ from benchmarks.output import environment
 from stagetrace.faults import Fault as Unusable
 from stagetrace.gate.ab import Command, Plan, measure
 from stagetrace.gate.compare import Report, compare
+from stagetrace.gate.decide import FAIL, FALSE_ALARMS, Effect
 from stagetrace.gate.match import match
 from stagetrace.gate.runs import Run, runs_of_store
 from stagetrace.gate.settings import Wishes
 from stagetrace_vllm.demo_server import DemoServer
 from tests.faults.plugin.stagetrace_faults import control
+from tests.faults.plugin.stagetrace_faults.calls import DECODING
 from tests.faults.plugin.stagetrace_faults.control import Fault
 
 from .draws import STAGES, Found, draw, noise
 
 PLUGIN = Path(__file__).parents[1] / "faults" / "plugin"
-SIZES = (5, 8)
-SLOWER = (0.10, 0.15, 0.25)
-#: A delay is this share of its stage, or so many standard deviations of runs, whichever is more.
-DELAY, DEVIATIONS = 0.25, 4.0
+SIZES = (5, 10, 20, 40)
+SLOWER = (0.10, 0.25)
+#: A delay is this share of its stage, or so many standard deviations of runs, whichever is more; known of so many runs.
+DELAY, DEVIATIONS, FEWEST = 0.25, 4.0, 30
+#: Delayed once for each further token.
 PER_TOKEN = ("decode",)
+PROMPT_TOKENS, OUTPUT_TOKENS = "60,400", 60
+#: By default less than 0.2 ms is of no interest, whatever the stage; who has a small one to watch sets this.
+OWN_EFFECT = Effect(0.05, 0.05)
 
 
 def parser() -> argparse.ArgumentParser:
     """The arguments."""
     made = argparse.ArgumentParser(prog="python -m tests.calibrate", description=__doc__)
     made.add_argument("--dir", type=Path, default=Path("calibration"), metavar="DIR", help="where runs are kept")
-    made.add_argument("--runs", type=int, default=30, metavar="N", help="runs to draw from (30)")
-    made.add_argument("--hours", type=float, default=2.0, metavar="H", help="spread them over this time (2)")
-    made.add_argument("--requests", type=int, default=50, metavar="N", help="requests in a run (50)")
+    made.add_argument("--tries", type=int, default=10, metavar="N", help="of the same server on both sides (10)")
+    made.add_argument("--side", type=int, default=4, metavar="N", help="runs a side of each try (4)")
+    made.add_argument("--delayed", type=int, default=6, metavar="N", help="runs of each delayed server (6)")
+    made.add_argument("--hours", type=float, default=2.0, metavar="H", help="spread the tries over this time (2)")
+    made.add_argument("--requests", type=int, default=40, metavar="N", help="requests in a run (40)")
     made.add_argument("--comparisons", type=int, default=500, metavar="N", help="to draw for each row (500)")
-    made.add_argument("--side", type=int, default=5, metavar="N", help="runs a side with real delays (5)")
-    made.add_argument("--tries", type=int, default=10, metavar="N", help="of the same server twice (10)")
-    made.add_argument("--stage", action="append", choices=STAGES, help="delay this one only; may be repeated")
     made.add_argument("--markdown", type=Path, metavar="OUT", help="write what was found to OUT as a page")
     return made
 
@@ -62,81 +71,139 @@ def main(arguments: list[str] | None = None) -> int:
     asked.dir.mkdir(parents=True, exist_ok=True)
     bench = Bench(engine, asked, console)
     try:
-        pool = bench.pool()
-        lines = [*_about(pool, asked), *_drawn(pool, asked, console)]
-        wrong: list[str] = []
-        lines += [*bench.same_twice(wrong), *bench.delays(pool, wrong)]
+        bench.make()
+        lines, kept = _page(bench, asked, console)
     except Unusable as fault:
         print(f"calibrate: {fault}", file=sys.stderr)
         return 2
     if asked.markdown:
         asked.markdown.write_text("\n".join(["# Calibration of the gate", "", *lines, ""]))
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
-    return 1 if wrong else 0
+    return 0 if kept else 1
 
 
 class Bench:
-    """Starts the servers."""
+    """Starts the servers. What is in the folder already counts, and is not made again."""
 
     def __init__(self, engine: DemoServer, asked: argparse.Namespace, console: Console) -> None:
+        self.dir: Path = asked.dir
         self.asked, self.console = asked, console
-        model = engine.make_model(asked.dir / "model")
+        model = engine.make_model(self.dir / "model")
         self._words = tuple(engine.command(model, "{port}"))  # type: ignore[arg-type]
         self._environment = engine.environment()
-        self._plan = Plan(1, asked.requests, 1, "60,400", "60")
 
-    def command(self, fault: Fault | None = None, name: str = "none") -> Command:
-        """The server, delayed or not; both have the plug-in, and look at a file."""
-        path = (self.asked.dir / f"fault-{name}.json").resolve()
+    def make(self) -> None:
+        """The same server on both sides, at equal distances in time; once the noise is known, those with a delay."""
+        first = [run.started_unix_ns / 1e9 for run in self.pool()]
+        began = min(first, default=time.time())
+        for number in range(self.asked.tries):
+            if len(self.pool()) >= FEWEST:
+                self._delays()
+            due = began + number * self.asked.hours * 3600 / max(1, self.asked.tries - 1)
+            if not self.tried(number).exists():
+                time.sleep(max(0.0, due - time.time()))
+                none = self._command(None)
+                self._run(self.tried(number), [none, none], self.asked.side)
+
+    def tried(self, number: int) -> Path:
+        """Where the runs of a try are."""
+        return self.dir / f"same-{number + 1:02d}"
+
+    @property
+    def delays(self) -> Path:
+        """Where the runs with a delay are: side b and on, in the order of STAGES. Side a has none."""
+        return self.dir / "delays"
+
+    def delay_ms(self, stage: str) -> float:
+        """What was put into that stage, in ms a request."""
+        fault = json.loads(self._control(stage).read_text())
+        return float(fault["delay_ms"]) * _times(stage)
+
+    def pool(self) -> list[Run]:
+        """Every run without a delay that both sides of a try were made of."""
+        return [run for folder in sorted(self.dir.glob("same-??")) for side in runs_in(folder, "ab") for run in side]
+
+    def _delays(self) -> None:
+        if self.delays.exists():
+            return
+        faults = [None]
+        found = noise(self.pool())
+        for stage in STAGES:
+            mean_ms, variation = found[stage]
+            faults.append(Fault(stage, max(DELAY, DEVIATIONS * variation) * mean_ms / _times(stage)))
+        self._run(self.delays, [self._command(fault) for fault in faults], self.asked.delayed)
+
+    def _run(self, folder: Path, commands: list[Command], runs: int) -> None:
+        """All of them in turn, each run on a server of its own; in place when it is whole."""
+        part = folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        plan = Plan(runs, self.asked.requests, 1, PROMPT_TOKENS, str(OUTPUT_TOKENS))
+        measure(commands, plan, part, lambda *_: None)
+        part.rename(folder)
+        self.console.print(f"{time.strftime('%H:%M:%S')} {folder.name}: {judged(folder).verdict}", highlight=False)
+
+    def _command(self, fault: Fault | None) -> Command:
+        """The server; all have the plug-in, and look at a file."""
+        path = self._control(fault.place if fault else "none")
         control.write(path, fault)
         return Command(self._words, {**self._environment, control.ENV: str(path), "PYTHONPATH": str(PLUGIN)})
 
-    def pool(self) -> list[Run]:
-        """The runs to draw from: one server each, at equal distances in time."""
-        began = time.time()
-        for number in range(self.asked.runs):
-            folder = self.asked.dir / f"run-{number + 1:02d}"
-            if not folder.exists():
-                due = began + number * self.asked.hours * 3600 / self.asked.runs
-                time.sleep(max(0.0, due - time.time()))
-                measure((self.command(), self.command()), self._plan, folder, lambda *_: None)
-                self.console.print(f"{folder} at {time.strftime('%H:%M:%S')}", highlight=False)
-        stores = sorted(self.asked.dir.glob("run-*/*.db"))
-        return [run for store in stores for run in runs_of_store(store)]
+    def _control(self, name: str) -> Path:
+        return (self.dir / f"{name}.json").resolve()
 
-    def compared(self, name: str, one: Command, other: Command) -> Report:
-        """Both commands in turn, whole runs of servers."""
-        folder = self.asked.dir / name
-        plan = Plan(self.asked.side, self.asked.requests, 1, "60,400", "60")
-        before, after = measure((one, other), plan, folder, lambda *_: None)
-        report = compare(match(before, after, settings=False), Wishes())
-        self.console.print(f"{name}: {report.verdict}", highlight=False)
-        return report
 
-    def same_twice(self, wrong: list[str]) -> Iterator[str]:
-        """The same server on both sides, again and again."""
-        verdicts = [self.compared(f"same-{n + 1:02d}", self.command(), self.command()) for n in range(self.asked.tries)]
-        failed = [report for report in verdicts if report.verdict == "FAIL"]
-        wrong += ["the same server twice failed"] * len(failed)
-        if verdicts:
-            said = ", ".join(report.verdict for report in verdicts)
-            yield from ("", f"The same server twice, {len(verdicts)} times {self.asked.side} runs a side: {said}.")
+def _times(stage: str) -> int:
+    return OUTPUT_TOKENS - DECODING if stage in PER_TOKEN else 1
 
-    def delays(self, pool: list[Run], wrong: list[str]) -> Iterator[str]:
-        """A delay in one stage after the other."""
-        found = noise(pool)
-        yield from ("", "| delayed stage | by (ms) | verdict | named | change (ms) |", "|---|--:|---|---|--:|")
-        for stage in self.asked.stage or STAGES:
-            base_ms, variation = found[stage]
-            delay_ms = max(DELAY, DEVIATIONS * variation) * base_ms
-            tokens = 59 if stage in PER_TOKEN else 1
-            report = self.compared(
-                f"delay-{stage}", self.command(), self.command(Fault(stage, delay_ms / tokens), stage)
-            )
-            named = report.culprit.measure.key if report.culprit else "—"
-            change = f"{report.culprit.change_ms:+.2f}" if report.culprit else "—"
-            wrong += [f"{stage} was not named"] if named != stage else []
-            yield f"| `{stage}` | {delay_ms:.2f} | {report.verdict} | {named} | {change} |"
+
+def runs_in(folder: Path, sides: str) -> list[list[Run]]:
+    """The runs of these sides of a comparison that was made."""
+    return [[run for store in sorted(folder.glob(f"*-{side}.db")) for run in runs_of_store(store)] for side in sides]
+
+
+def judged(folder: Path, other: str = "b", wishes: Wishes | None = None) -> Report:
+    """The gate's verdict on one side of it against the first."""
+    before, after = runs_in(folder, f"a{other}")
+    return compare(match(before, after, settings=False), wishes or Wishes())
+
+
+def _page(bench: Bench, asked: argparse.Namespace, console: Console) -> tuple[list[str], bool]:
+    """What was found, and whether it is what is promised."""
+    pool = bench.pool()
+    lines, kept = [*_about(pool, asked)], []
+    for rows, good in (_drawn(pool, asked, console), _same_twice(bench), _delays(bench)):
+        lines += rows
+        kept.append(good)
+    return lines, all(kept)
+
+
+def _same_twice(bench: Bench) -> tuple[list[str], bool]:
+    """The same server on both sides, again and again."""
+    verdicts = [judged(bench.tried(number)).verdict for number in range(bench.asked.tries)]
+    said = ", ".join(verdicts)
+    line = f"The same server twice, {len(verdicts)} times {bench.asked.side} runs a side: {said}."
+    return ["", line], FAIL not in verdicts
+
+
+def _delays(bench: Bench) -> tuple[list[str], bool]:
+    """A delay in one stage after the other."""
+    lines = [
+        "",
+        "| delayed stage | by (ms) | with its own effect of interest | named | change (ms) | by default | named |",
+        "|---|--:|---|---|--:|---|---|",
+    ]
+    kept = True
+    for stage, side in zip(STAGES, ascii_lowercase[1:], strict=False):
+        own = judged(bench.delays, side, Wishes(effects={stage: OWN_EFFECT}))
+        usual = judged(bench.delays, side)
+        named = [report.culprit.measure.key if report.culprit else "—" for report in (own, usual)]
+        change = next(row.change_ms for row in own.rows if row.measure.key == stage)
+        kept = kept and own.verdict == FAIL and named[0] == stage
+        lines.append(
+            f"| `{stage}` | {bench.delay_ms(stage):.2f} | {own.verdict} | {named[0]} | {change:+.2f} "
+            f"| {usual.verdict} | {named[1]} |"
+        )
+    return lines, kept
 
 
 def _about(pool: list[Run], asked: argparse.Namespace) -> Iterator[str]:
@@ -150,25 +217,45 @@ def _about(pool: list[Run], asked: argparse.Namespace) -> Iterator[str]:
     yield from (f"| `{key}` | {mean:.2f} | {variation:.1%} |" for key, (mean, variation) in noise(pool).items())
 
 
-def _drawn(pool: list[Run], asked: argparse.Namespace, console: Console) -> Iterator[str]:
+def _drawn(pool: list[Run], asked: argparse.Namespace, console: Console) -> tuple[list[str], bool]:
+    """Comparisons drawn from the runs, with nothing or with a slower stage put on top of one side."""
     rng = np.random.default_rng(0)
-    yield from (
+    sizes = [runs for runs in SIZES if 2 * runs <= len(pool)]
+    lines = [
         "",
-        "| runs a side | put on top | PASS | FAIL | INCONCLUSIVE | right stage |",
-        "|--:|---|--:|--:|--:|--:|",
-    )
-    for runs in SIZES:
-        if len(pool) < 2 * runs:
-            continue
-        rows = [(None, 0.0), *((stage, size) for stage in STAGES for size in SLOWER)]
-        for stage, size in rows:
-            found: Found = draw(pool, runs, asked.comparisons, rng, stage, size)
-            shares = " | ".join(f"{share:.1%}" for share in found.shares().values())
-            top = f"`{stage}` +{size:.0%}" if stage else "nothing"
-            yield f"| {runs} | {top} | {shares} | {found.named / found.comparisons:.1%} |" if stage else (
-                f"| {runs} | {top} | {shares} | |"
-            )  # fmt: skip
-        console.print(f"{runs} runs a side: drawn", highlight=False)
+        f"Drawn from them, {asked.comparisons} comparisons for each field: PASS / **FAIL** / INCONCLUSIVE in % (of the "
+        "FAIL under the right stage).",
+        "",
+        f"| put on top | {' | '.join(f'{runs} runs a side' for runs in sizes)} |",
+        f"|---|{'--:|' * len(sizes)}",
+    ]
+    kept, without = True, []
+    for stage, size in [(None, 0.0), *((stage, size) for stage in STAGES for size in SLOWER)]:
+        made = [draw(pool, runs, asked.comparisons, rng, stage, size) for runs in sizes]
+        top = f"`{stage}` +{size:.0%}" if stage else "nothing"
+        lines.append(f"| {top} | {' | '.join(map(_field, made))} |")
+        console.print(f"{top}: drawn", highlight=False)
+        if stage is None:
+            without = made
+            kept = all(found.shares()[FAIL] <= FALSE_ALARMS for found in made)
+    return [*lines, "", *_needed(without)], kept
+
+
+def _field(found: Found) -> str:
+    passed, failed, unknown = (f"{100 * share:.1f}" for share in found.shares().values())
+    right = f" ({found.named / found.verdicts[FAIL]:.0%})" if found.stage and found.verdicts[FAIL] else ""
+    return f"{passed} / **{failed}**{right} / {unknown}"
+
+
+def _needed(made: list[Found]) -> Iterator[str]:
+    """How many runs those that could not tell asked for."""
+    for found in made:
+        if found.needed:
+            low, middle, high = np.percentile(found.needed, (10, 50, 90))
+            yield (
+                f"With {found.runs} runs a side and nothing on top, what was INCONCLUSIVE asked for {middle:.0f} "
+                f"({low:.0f} to {high:.0f}, p10 to p90)."
+            )
 
 
 if __name__ == "__main__":

@@ -22,13 +22,17 @@ STAGES = ("tokenize", "admission", "prefill", "detokenize", "decode")
 
 @dataclass
 class Found:
-    """Verdicts on ``comparisons`` of ``runs`` a side; ``named``: those that failed for the right stage."""
+    """Verdicts on ``comparisons`` of ``runs`` a side; ``named``: those that failed for the right stage.
+
+    ``needed``: the runs a side that each INCONCLUSIVE one asked for, where any number would do.
+    """
 
     runs: int
     stage: str | None
     slower: float
     verdicts: Counter[str] = field(default_factory=Counter)
     named: int = 0
+    needed: list[int] = field(default_factory=list)
 
     @property
     def comparisons(self) -> int:
@@ -61,6 +65,7 @@ def draw(
             sides[side].append(made_slower(run, stage, slower) if side and stage else run)
         report = compare(Sides(*sides), Wishes())
         found.verdicts[report.verdict] += 1
+        found.needed += [report.runs_needed] if report.runs_needed else []
         found.named += report.culprit is not None and report.culprit.measure.key == stage
     return found
 

@@ -6,10 +6,11 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from string import ascii_lowercase, ascii_uppercase
 
 from ..faults import Fault
 from ..loadgen import Settings, run_load
@@ -80,8 +81,11 @@ class Plan:
         )  # fmt: skip
 
 
-def measure(commands: tuple[Command, Command], plan: Plan, folder: Path, tick: Tick) -> tuple[list[Run], list[Run]]:
-    """Run the servers in turn; the stores and logs stay in ``folder``. Fault for a server that cannot be measured."""
+def measure(commands: Sequence[Command], plan: Plan, folder: Path, tick: Tick) -> list[list[Run]]:
+    """Run the servers in turn, and return the runs of each.
+
+    The stores and logs stay in ``folder``. Fault for a server that cannot be measured.
+    """
     for command in commands:
         command.with_port()
     plan.settings("http://127.0.0.1:1").checked()
@@ -89,12 +93,13 @@ def measure(commands: tuple[Command, Command], plan: Plan, folder: Path, tick: T
         folder.mkdir(parents=True)
     except OSError as error:
         raise Fault(f"--stores {folder}: {error.strerror}; name a folder that is yet to be made") from None
-    sides: tuple[list[Run], list[Run]] = [], []
-    steps = 2 * plan.runs * (plan.requests + 1)
-    for number, side in enumerate(order(plan.runs)):
-        name = f"run {number + 1} of {2 * plan.runs} ({'AB'[side]})"
+    sides: list[list[Run]] = [[] for _ in commands]
+    in_turn = order(plan.runs, len(commands))
+    steps = len(in_turn) * (plan.requests + 1)
+    for number, side in enumerate(in_turn):
+        name = f"run {number + 1} of {len(in_turn)} ({ascii_uppercase[side]})"
         done = number * (plan.requests + 1)
-        store = folder / f"{number + 1:02d}-{'ab'[side]}.db"
+        store = folder / f"{number + 1:02d}-{ascii_lowercase[side]}.db"
         _one(commands[side], plan, store, name, partial(_ticked, tick, done, steps))
         sides[side].extend(runs_of_store(store))
     return sides
@@ -104,9 +109,10 @@ def _ticked(tick: Tick, done: int, steps: int, said: str, more: int) -> None:
     tick(said, done + more, steps)
 
 
-def order(runs: int) -> list[int]:
+def order(runs: int, sides: int = 2) -> list[int]:
     """A B B A A B B A ...: each side as often, and as early, as the other."""
-    return [side for number in range(runs) for side in ((0, 1) if number % 2 == 0 else (1, 0))]
+    forth = list(range(sides))
+    return [side for number in range(runs) for side in (forth if number % 2 == 0 else forth[::-1])]
 
 
 def _one(command: Command, plan: Plan, store: Path, name: str, tick: Callable[[str, int], None]) -> None:

@@ -18,6 +18,7 @@ from stagetrace_vllm.demo_server import DemoServer
 
 from . import modes
 from .measure import FAIL, PROMPT_TOKENS, UNCLEAR, Plan, measure
+from .moved import ONCE, moved
 from .plugin.stagetrace_faults.places import GAPS, PLACES, STAGES
 from .server import FaultyServer, serve
 from .table import RULE, Results, page, show
@@ -110,7 +111,7 @@ def _layout(layout: str, asked: argparse.Namespace, console: Console) -> Results
     """Start one server and measure every row on it."""
     rows, pairs = cases(layout, asked), asked.pairs or PAIRS[layout]
     with_modes = not asked.place and layout == "default"
-    total = pairs * len(rows) + (MODE_PAIRS * 5 if with_modes else 0)
+    total = pairs * len(rows) + (MODE_PAIRS * 5 + pairs * len(ONCE) if with_modes else 0)
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -133,7 +134,12 @@ def _layout(layout: str, asked: argparse.Namespace, console: Console) -> Results
                 plan = Plan(pairs, ROUNDS)
                 results.rows.append(measure(server, name, size, plan, lambda: progress.advance(task)))
             if with_modes:
-                progress.update(task, completed=len(rows) * pairs, description=f"{layout}: some requests, growing")
+                progress.update(task, completed=len(rows) * pairs, description=f"{layout}: beside delayed controls")
+                size = sorted(SIZES_MS[layout])[1]
+                results.moved += [
+                    moved(server, name, size, Plan(pairs, ROUNDS), lambda: progress.advance(task)) for name in ONCE
+                ]
+                progress.update(task, description=f"{layout}: some requests, growing")
                 results.shown += _modes(server, lambda: progress.advance(task))
     results.about += f"; load average {os.getloadavg()[0]:.1f} at the end"
     return results

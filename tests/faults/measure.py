@@ -156,6 +156,12 @@ class Row:
         verdicts = {verdict for verdict, _ in self.judged()}
         return next(verdict for verdict in (FAIL, UNCLEAR, PASS) if verdict in verdicts)
 
+    @property
+    def words(self) -> str:
+        """The verdict, and what it is about where it is not PASS."""
+        off = ", ".join(what for verdict, what in self.judged() if verdict != PASS)
+        return self.verdict + (f": {off}" if off else "")
+
 
 def judge(value: float, surely: float, limit: float) -> str:
     """PASS, FAIL or unclear."""

@@ -14,6 +14,7 @@ from benchmarks.stats import Spread
 
 from .measure import FAIL, PASS, PER_TOKEN, UNCLEAR, Row, landed
 from .modes import Shown
+from .moved import Moved
 from .plugin.stagetrace_faults.places import GAPS, STAGES
 
 COMMAND = 'make faults ARGS="--config all --markdown docs/measurements/faults.md"'
@@ -32,6 +33,13 @@ NARROW = ("delayed at", "injected", "client", "stage", "elsewhere", "verdict")
 WIDE = (
     "delayed at", "by", "lands in", "injected", "client", "stage", "p10 – p90", "part", "elsewhere", "pairs", "verdict"
 )  # fmt: skip
+MOVED = ("delayed at", "control delayed at", "by", "stage", "the control's", "elsewhere", "pairs", "verdict")
+MOVED_RULE = (
+    "The same beside a control that waits as long, at the place before. A request that has waited is slower in what "
+    "comes after it, wherever the wait was; here that cancels out, and what is elsewhere is time under a wrong name. "
+    "PASS: the stage's change and that of the control's stage are the delay to 10 % or 1 ms, and elsewhere is at most "
+    "5 % or 1 ms."
+)
 SHOWN = ("what the records show", "expected", "found", "p10 – p90", "verdict")
 
 
@@ -43,11 +51,12 @@ class Results:
     about: str
     rows: list[Row] = field(default_factory=list)
     shown: list[Shown] = field(default_factory=list)
+    moved: list[Moved] = field(default_factory=list)
 
     @property
     def verdicts(self) -> set[str]:
         """All that there were."""
-        return {row.verdict for row in self.rows} | {each.verdict for each in self.shown}
+        return {each.verdict for each in (*self.rows, *self.shown, *self.moved)}
 
     @property
     def summary(self) -> str:
@@ -64,7 +73,6 @@ class Results:
 def cells(row: Row) -> dict[str, str]:
     """One row, by ``WIDE``."""
     own, client = row.changes[row.place.lands], row.client.value
-    off = ", ".join(what for verdict, what in row.judged() if verdict != PASS)
     return {
         "delayed at": row.place.name,
         "by": f"{row.size_ms * PER_TOKEN:g} a token" if row.place.per_token else f"{row.size_ms:g}",
@@ -76,7 +84,22 @@ def cells(row: Row) -> dict[str, str]:
         "part": f"{row.place.part} {_n(row.site.value)}" if row.place.part else "",
         "elsewhere": f"{row.elsewhere_ms:.2f} ({row.elsewhere_ms / client:.0%})",
         "pairs": str(len(row.pairs)),
-        "verdict": row.verdict + (f": {off}" if off else ""),
+        "verdict": row.words,
+    }
+
+
+def moved_cells(row: Moved) -> dict[str, str]:
+    """One row of the table with delayed controls, by ``MOVED``."""
+    changes = row.changes
+    return {
+        "delayed at": row.place.name,
+        "control delayed at": row.other.name,
+        "by": f"{row.size_ms:g}",
+        "stage": _n(changes[row.place.lands].value),
+        "the control's": _n(changes[row.other.lands].value),
+        "elsewhere": f"{row.elsewhere_ms:.2f} ({row.elsewhere_ms / row.size_ms:.0%})",
+        "pairs": str(len(row.pairs)),
+        "verdict": row.words,
     }
 
 
@@ -92,6 +115,8 @@ def show(console: Console, results: Results) -> None:
     """Print the tables of one layout."""
     console.print(f"{results.layout}: {results.about}", style="bold", highlight=False)
     console.print(_table(NARROW, map(cells, results.rows)))
+    if results.moved:
+        console.print(_table(MOVED, map(moved_cells, results.moved)))
     if results.shown:
         console.print(_table(SHOWN, map(shown_cells, results.shown)))
     console.print(results.summary, style="bold", highlight=False)
@@ -128,6 +153,9 @@ def _lines(found: Sequence[Results], where: dict[str, str]) -> Iterator[str]:
         yield f"\n## {results.layout}: {results.about}\n"
         yield f"**{results.summary}.**\n"
         yield from _markdown(WIDE, map(cells, results.rows))
+        if results.moved:
+            yield f"\n{MOVED_RULE}\n"
+            yield from _markdown(MOVED, map(moved_cells, results.moved))
         if results.shown:
             yield ""
             yield from _markdown(SHOWN, map(shown_cells, results.shown))
@@ -135,9 +163,8 @@ def _lines(found: Sequence[Results], where: dict[str, str]) -> Iterator[str]:
 
 def _markdown(heads: Sequence[str], rows: Iterable[dict[str, str]]) -> Iterator[str]:
     yield "| " + " | ".join(heads) + " |"
-    yield (
-        "|" + "|".join("---" if head in (heads[0], "lands in", "part", "verdict") else "---:" for head in heads) + "|"
-    )
+    words = (heads[0], "control delayed at", "lands in", "part", "verdict")
+    yield "|" + "|".join("---" if head in words else "---:" for head in heads) + "|"
     for row in rows:
         yield "| " + " | ".join(row[head] for head in heads) + " |"
 

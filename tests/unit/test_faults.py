@@ -13,6 +13,7 @@ import pytest
 from stagetrace.model import RequestRecord, empty_stages
 from tests.faults.measure import FAIL, LIMITS, PASS, UNCLEAR, Pair, Row, met, times
 from tests.faults.modes import slope
+from tests.faults.moved import ONCE, Moved, earlier
 from tests.faults.plugin.stagetrace_faults import calls, control
 from tests.faults.plugin.stagetrace_faults.control import Control, Fault
 from tests.faults.plugin.stagetrace_faults.places import GAPS, PLACES, STAGES
@@ -154,3 +155,27 @@ def test_a_change_that_the_client_has_not_seen_has_not_landed() -> None:
 
 def test_slope_of_a_line_with_an_outlier() -> None:
     assert slope([2.0, 3.0, 4.0, 90.0, 6.0, 7.0]) == pytest.approx(1.0)
+
+
+def beside(control: dict[str, float], delayed: dict[str, float]) -> Moved:
+    """Five pairs, delayed by 20 ms at ``prefill`` and, the controls, at ``embedding``."""
+    pair = Pair(request(**control), request(**delayed), 20.0, 0.0)
+    return Moved(PLACES["prefill"], 20.0, LIMITS, [pair] * 5, other=PLACES["embedding"])
+
+
+def test_what_follows_from_any_wait_cancels_out_beside_a_control_that_waited() -> None:
+    after = {"decode": 2.0, "detokenize": 1.8}  # more than 1 ms elsewhere, were the control not delayed
+    assert beside({"embedding": 21.0, **after}, {"prefill": 21.0, **after}).verdict == PASS
+    assert beside({"embedding": 21.0}, {"prefill": 21.0, **after}).verdict == FAIL
+
+
+def test_a_delay_beside_a_delayed_control_is_in_the_one_and_not_in_the_other() -> None:
+    assert beside({"embedding": 21.0}, {"prefill": 21.0, "embedding": 21.0}).judged()[1] == (FAIL, "embedding")
+    assert beside({"embedding": 21.0}, {"lm_head": 21.0}).judged()[0] == (FAIL, "prefill")
+
+
+def test_each_place_is_beside_one_that_the_same_request_can_be_delayed_at() -> None:
+    assert earlier("http_receive") == "chat_template"
+    assert earlier("prefill") == "embedding"
+    assert earlier("teardown") == "result"  # it needs a further token, which `detokenize` may not have
+    assert set(ONCE) == {*STAGES, *GAPS} - {"decode"}

@@ -24,6 +24,8 @@ class Fake:
     metrics: str = ""
     usage: bool = True
     pause_s: float = 0.0
+    #: Who does not send it is refused.
+    key: str = ""
     #: Prompts that are refused, broken off in the middle, or answered with an error event, by index of the request.
     refused: frozenset[int] = frozenset()
     broken: frozenset[int] = frozenset()
@@ -60,7 +62,9 @@ class Handler(BaseHTTPRequestHandler):
         """Nobody reads it."""
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
+        if self.fake.key and self.headers.get("Authorization") != f"Bearer {self.fake.key}":
+            self._whole(401, {"error": "Unauthorized"})
+        elif self.path == "/v1/models":
             extra = {} if self.fake.max_model_len is None else {"max_model_len": self.fake.max_model_len}
             self._whole(200, {"data": [{"id": name, **extra} for name in self.fake.models]})
         elif self.path == "/metrics" and self.fake.metrics:

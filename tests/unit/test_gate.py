@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from stagetrace.commands.gate import spread
@@ -21,7 +22,7 @@ from stagetrace.faults import Fault
 from stagetrace.gate import output
 from stagetrace.gate.baseline import SCHEMA, read_runs, render, write_baseline
 from stagetrace.gate.compare import compare
-from stagetrace.gate.decide import FAIL, INCONCLUSIVE, PASS, Effect
+from stagetrace.gate.decide import FAIL, INCONCLUSIVE, PASS, USUAL_RUNS, Effect, kept
 from stagetrace.gate.match import Sides, match
 from stagetrace.gate.runs import Run
 from stagetrace.gate.settings import Wishes, parse_budget, parse_effect, read_wishes
@@ -231,6 +232,36 @@ def test_another_prompt_mix() -> None:
         compare(match(before, fewer), Wishes())
 
 
+def test_a_few_requests_that_failed_do_not_make_it_another_mix() -> None:
+    before, after = runs_of(3, 5, QUIET)
+    mixed = [replace(run, fingerprint={**run.fingerprint, "prompt_mix": f"{n} prompts"}) for n, run in enumerate(after)]
+    failed = [replace(run, requests=dict(list(run.requests.items())[:-2])) for run in mixed]
+    assert match(before, failed).differ == []
+    assert compare(match(before, failed), Wishes()).verdict == PASS
+    fewer = [replace(run, requests=dict(list(run.requests.items())[:40])) for run in mixed]
+    with pytest.raises(Fault, match="prompt_mix"):
+        match(before, fewer)
+    longer = [
+        replace(run, requests={k: replace(r, prompt_tokens=r.prompt_tokens + 1) for k, r in run.requests.items()})
+        for run in mixed
+    ]
+    with pytest.raises(Fault, match="prompt_mix"):
+        match(before, longer)
+
+
+def test_runs_without_an_end_to_end_time() -> None:
+    before, after = ([_timeless(run) for run in side] for side in runs_of(3, 5, QUIET))
+    with pytest.raises(Fault, match=r"run-0.db: no request has an end-to-end time \(e2e_ms\)"):
+        compare(match(before, after), Wishes())
+
+
+def _timeless(run: Run) -> Run:
+    def without(ms: Mapping[str, float]) -> dict[str, float]:
+        return {key: value for key, value in ms.items() if key != "e2e_ms"}
+
+    return replace(run, requests={key: replace(r, ms=without(r.ms)) for key, r in run.requests.items()})
+
+
 def test_a_missing_stage() -> None:
     before, after = runs_of(3, 5, QUIET)
     blind = [_without(run, "embedding") for run in after]
@@ -417,6 +448,36 @@ def test_budgets() -> None:
     assert compare(few, Wishes(budgets=(parse_budget("itl_p99 <= 1us"),))).budgets[0].verdict == INCONCLUSIVE
     row = compare(sides, Wishes(budgets=(parse_budget("itl_p99 <= 1us"),))).budgets[0]
     assert output.budget_words(replace(row, seen_ms=math.nan)) == "itl_p99 <= 1us: not seen in any run"
+
+
+def of_runs(*percentiles: float) -> np.ndarray:
+    return np.array(percentiles)
+
+
+def test_a_budget_is_kept_or_broken_only_if_that_is_sure() -> None:
+    assert kept(of_runs(90, 91, 92, 91, 90), 100.0, 1) == (PASS, None)
+    assert kept(of_runs(110, 111, 112, 111, 110), 100.0, 1) == (FAIL, None)
+    assert kept(of_runs(95, 96), 100.0, 1) == (INCONCLUSIVE, USUAL_RUNS)  # below, and nothing known of the next run
+    verdict, needed = kept(of_runs(80, 95, 110, 85, 100), 100.0, 1)
+    assert verdict == INCONCLUSIVE and needed is not None and 5 < needed < 100
+    assert kept(of_runs(99, 100, 101, 100, 100), 100.0, 1) == (INCONCLUSIVE, None)  # at the limit no number tells
+
+
+def test_more_budgets_do_not_make_more_false_alarms() -> None:
+    seen = of_runs(101.0, 103.0, 106.0, 104.0, 105.0)
+    assert kept(seen, 100.0, 1)[0] == FAIL
+    assert kept(seen, 100.0, 20)[0] == INCONCLUSIVE
+
+
+def test_a_budget_that_is_undecided_asks_for_runs() -> None:
+    before, after = runs_of(3, 5, QUIET)
+    runs = [[r.ms["e2e_ms"] for r in run.requests.values()] for run in after]
+    middle = float(np.mean([np.percentile(each, 95) for each in runs])) + 0.5 * float(
+        np.std([np.percentile(each, 95) for each in runs])
+    )
+    report = compare(Sides(before, after), Wishes(budgets=(parse_budget(f"e2e_p95 <= {middle:.3f}ms"),)))
+    assert [row.verdict for row in report.budgets] == [INCONCLUSIVE]
+    assert report.verdict == INCONCLUSIVE and (report.runs_needed or 0) > 5
 
 
 def test_the_file_of_wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

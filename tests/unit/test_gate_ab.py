@@ -20,6 +20,7 @@ import pytest
 
 from stagetrace.faults import Fault
 from stagetrace.gate.ab import Command, Plan, order, parse_command
+from stagetrace.loadgen import run_load
 from stagetrace.model import RunRecord
 from stagetrace.serve import Served, free_port, port_is_free
 from stagetrace.store import StoreWriter
@@ -39,7 +40,7 @@ print("child", child.pid, "self", os.getpid(), flush=True)
 if "--deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 class Here(Handler):
-    fake = Fake()
+    fake = Fake(key="secret" if "--locked" in sys.argv else "")
 _Server(("127.0.0.1", int(sys.argv[1])), Here).serve_forever()
 """
 
@@ -106,6 +107,15 @@ def test_a_server_is_there_and_then_all_of_it_is_gone(tmp_path: Path, monkeypatc
     assert port_is_free(server.port)
     wait_until(lambda: not alive(child), "the server's child has ended")
     assert (tmp_path / "s.db").is_file()
+
+
+def test_a_server_that_wants_a_key_is_there_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STAGETRACE_API_KEY", raising=False)
+    with served(tmp_path, "--locked") as server:
+        with pytest.raises(Fault, match="HTTP 401: it wants another key, or one at all: set STAGETRACE_API_KEY"):
+            run_load(Plan(requests=2).settings(server.url), lambda *_: None)
+        monkeypatch.setenv("STAGETRACE_API_KEY", "secret")
+        assert run_load(Plan(requests=2).settings(server.url), lambda *_: None).exchanges
 
 
 def test_a_server_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .decide import FAIL, FULL_SHARE, INCONCLUSIVE, PASS, USUAL_RUNS, Judged, Outcome, decide, overall
-from .estimate import Array, Flags, estimate, interleaved, quantile
+from .decide import FAIL, FULL_SHARE, INCONCLUSIVE, Judged, Outcome, decide, kept, overall
+from .estimate import Array, Flags, estimate, interleaved
 from .match import Sides, columns
 from .measures import BY_KEY, MEASURES, Measure
 from .runs import Request, Run
@@ -40,11 +40,15 @@ class Row:
 
 @dataclass(frozen=True)
 class BudgetRow:
-    """A budget and how it was kept. ``seen_ms`` is the mean over runs of the percentile."""
+    """A budget and how it was kept. ``seen_ms`` is the mean over runs of the percentile.
+
+    ``runs_needed`` is as in :class:`Outcome`.
+    """
 
     budget: Budget
     seen_ms: float
     verdict: str
+    runs_needed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Report:
     def runs_needed(self) -> int | None:
         """Runs a side that would decide all that is undecided; None where none would do, or none is needed."""
         needed = [row.outcome.runs_needed for row in self.rows if row.outcome.verdict == INCONCLUSIVE]
-        needed += [USUAL_RUNS for row in self.budgets if row.verdict == INCONCLUSIVE and min(self.runs) < USUAL_RUNS]
+        needed += [row.runs_needed for row in self.budgets if row.verdict == INCONCLUSIVE]
         return max((n for n in needed if n is not None), default=None) if None not in needed else None
 
     @property
@@ -109,7 +113,7 @@ def compare(sides: Sides, wishes: Wishes) -> Report:
     }
     outcomes = decide(judged)
     rows = [Row(BY_KEY[key], judged[key], outcomes[key]) for key in judged]
-    budgets = [_kept(budget, sides.current) for budget in wishes.budgets]
+    budgets = [_kept(budget, sides.current, len(wishes.budgets)) for budget in wishes.budgets]
     culprit = _culprit(rows)
     return Report(
         overall([row.outcome.verdict for row in rows] + [row.verdict for row in budgets]),
@@ -160,15 +164,10 @@ def _shown(culprit: Row, sides: Sides, found: dict[str, tuple[list[str], Array]]
     return out
 
 
-def _kept(budget: Budget, runs: Sequence[Run]) -> BudgetRow:
-    """A budget is broken when the percentile is surely above it over the runs; above it but not surely: unclear."""
+def _kept(budget: Budget, runs: Sequence[Run], budgets: int) -> BudgetRow:
+    """Of each run the percentile; what is judged is their mean."""
     key = budget.measure.key
     values = [[r.ms[key] for r in run.requests.values() if key in r.ms] for run in runs]
     seen = np.array([np.percentile(of_run, budget.q) for of_run in values if of_run])
-    if not len(seen):
-        return BudgetRow(budget, math.nan, INCONCLUSIVE)
-    mean = float(seen.mean())
-    if mean <= budget.most_ms:
-        return BudgetRow(budget, mean, PASS)
-    sure = len(seen) > 2 and mean - quantile(0.05, len(seen) - 1) * seen.std(ddof=1) / len(seen) ** 0.5 > budget.most_ms
-    return BudgetRow(budget, mean, FAIL if sure else INCONCLUSIVE)
+    verdict, needed = kept(seen, budget.most_ms, budgets)
+    return BudgetRow(budget, float(seen.mean()) if len(seen) else math.nan, verdict, needed)

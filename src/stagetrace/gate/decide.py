@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import ndtri
 
-from .estimate import Estimate, quantile, understated
+from .estimate import Array, Estimate, quantile, understated
 
 PASS, FAIL, INCONCLUSIVE = "PASS", "FAIL", "INCONCLUSIVE"
 #: What is promised: of comparisons without a change, no more than this share is FAIL, all stages together.
@@ -121,6 +121,26 @@ def _outcome(judged: Judged, surely: bool, level: float) -> Outcome:
     if enough and found.upper(BETA) < threshold:
         return Outcome(PASS, detectable, None)
     return Outcome(INCONCLUSIVE, detectable, _runs_needed(judged, level) if enough else USUAL_RUNS)
+
+
+def kept(seen: Array, most: float, budgets: int) -> tuple[str, int | None]:
+    """The verdict on one of ``budgets`` budgets, and the runs that would decide it; ``seen`` is each run's percentile.
+
+    Surely above ``most`` is FAIL (of runs that keep all of them, ALPHA fail one), surely not above it is PASS.
+    """
+    if len(seen) < FEWEST_RUNS:
+        return INCONCLUSIVE, USUAL_RUNS
+    level, df, spread = ALPHA / budgets, len(seen) - 1, float(seen.std(ddof=1))
+    over = float(seen.mean()) - most
+    error = spread / math.sqrt(len(seen))
+    if over > quantile(level, df) * error:
+        return FAIL, None
+    if over <= -quantile(BETA, df) * error:
+        return PASS, None
+    runs = np.arange(len(seen) + 1, MOST_RUNS + 1)
+    sure = quantile(level if over > 0 else BETA, runs - 1) + quantile(1 - POWER, runs - 1)
+    enough = sure * spread * understated(df, LUCK) / np.sqrt(runs) <= abs(over)
+    return INCONCLUSIVE, int(runs[enough][0]) if enough.any() else None
 
 
 def _detectable(judged: Judged, level: float) -> float:

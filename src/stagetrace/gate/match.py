@@ -10,7 +10,7 @@ import numpy as np
 from ..faults import Fault
 from .estimate import Array
 from .measures import BY_KEY, MEASURES
-from .runs import ASKED, SETTINGS, Run
+from .runs import ASKED, MOST_FAILED, SETTINGS, Run
 
 #: Fields that are results in part: different only if further apart than this share.
 _LOOSE = {"kv_blocks": 0.10, "output_tokens": 0.05, "cached_tokens": 0.05}
@@ -72,7 +72,16 @@ def match(
 
 def _differ(one: Run, other: Run) -> list[str]:
     names = sorted(one.fingerprint.keys() | other.fingerprint.keys())
-    return [name for name in names if not _same(name, one.fingerprint.get(name), other.fingerprint.get(name))]
+    differ = [name for name in names if not _same(name, one.fingerprint.get(name), other.fingerprint.get(name))]
+    return [name for name in differ if name != "prompt_mix" or not _same_prompts(one, other)]
+
+
+def _same_prompts(one: Run, other: Run) -> bool:
+    """Whether both were asked the same, though a few of each were not answered."""
+    common = one.requests.keys() & other.requests.keys()
+    fewest = (1 - 2 * MOST_FAILED) * max(len(one.requests), len(other.requests))
+    equal = all(one.requests[key].prompt_tokens == other.requests[key].prompt_tokens for key in common)
+    return equal and len(common) >= fewest
 
 
 def _same(name: str, one: object, other: object) -> bool:
@@ -113,4 +122,7 @@ def columns(sides: Sides) -> dict[str, tuple[list[str], Array]]:
             raise Fault(f"{BY_KEY[measure.key].title}: known of {len(keys)} of {len(some)} prompts in every run")
         if len(keys) >= 2:
             found[measure.key] = (keys, np.array([[run.requests[k].ms[measure.key] for k in keys] for run in runs]))
+    if "e2e_ms" not in found:
+        blind = next((run for run in runs if all("e2e_ms" not in r.ms for r in run.requests.values())), runs[0])
+        raise Fault(f"{blind.name}: no request has an end-to-end time (e2e_ms); record that run again")
     return found

@@ -20,11 +20,10 @@ from .client import Exchange, send
 from .discover import Served, discover
 from .mix import Mix
 from .plan import Ask, Calibration, Texts, calibrated, plan
-from .settings import Settings, Target
+from .settings import API_KEY, Settings, Target
 
 #: Lengths in characters of the two requests that tell how long a token is here: one is little but a chat's frame.
 CALIBRATION = (20, 3000)
-API_KEY = "STAGETRACE_API_KEY"
 #: Told after each answer: how many there are, how many of them failed, seconds since the start.
 Tick = Callable[[int, int, float], None]
 

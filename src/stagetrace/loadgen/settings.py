@@ -13,6 +13,7 @@ from ..faults import Fault
 from .mix import Mix, parse_mix
 
 DEFAULT_REQUESTS = 50
+API_KEY = "STAGETRACE_API_KEY"
 
 
 @dataclass(frozen=True)

@@ -114,13 +114,6 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def free_port() -> int:
-    """A port that nobody listens on; somebody may take it, but hardly in a test's time."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def spans_of(messages: Iterable[ExportTraceServiceRequest]) -> Iterator[Any]:
     for message in messages:
         for resource in message.resource_spans:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from stagetrace.exporting import INSTRUMENTS
+from stagetrace.serve import free_port
 from tests.debian import program
-from tests.receivers import free_port
 
 #: (seconds, value) of each scrape.
 Samples = list[tuple[float, float]]

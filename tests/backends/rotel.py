@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.receivers import Receiver, free_port, receiver
+from stagetrace.serve import free_port
+from tests.receivers import Receiver, receiver
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-import socket
 import struct
 import subprocess
 import sys
@@ -58,13 +57,6 @@ def line(process: subprocess.Popen[str]) -> str:
 
 def plain_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("STAGETRACE")}
-
-
-def free_port() -> int:
-    """A loopback port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # ---------------------------------------------------------------- rings by hand

@@ -22,9 +22,10 @@ from stagetrace.live import server as server_of
 from stagetrace.live import servers
 from stagetrace.recorder import Recorder
 from stagetrace.runtime import Integration
+from stagetrace.serve import free_port
 from stagetrace.stages import STAGES
 from stagetrace_vllm import environment
-from tests.unit.helpers import Engine, free_port
+from tests.unit.helpers import Engine
 from tests.unit.test_address import UNUSABLE
 from tests.unit.test_cli import Cli
 

@@ -23,8 +23,9 @@ from stagetrace.loadgen.plan import Ask, Calibration, Texts, calibrated, plan
 from stagetrace.loadgen.settings import parse_url
 from stagetrace.loadgen.wire import Broken, Response, events
 from stagetrace.propagation import parse
+from stagetrace.serve import free_port
 from tests.unit.fake_server import Fake, serving, text
-from tests.unit.helpers import DEADLINE_S, free_port, plain_environment, wait_until
+from tests.unit.helpers import DEADLINE_S, plain_environment, wait_until
 from tests.unit.test_address import UNUSABLE
 from tests.unit.test_cli import Cli
 

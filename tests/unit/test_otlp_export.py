@@ -22,13 +22,14 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from stagetrace.collect import sinks
 from stagetrace.exporting import Health, Options, Sink
 from stagetrace.model import RequestRecord, RunRecord
+from stagetrace.serve import free_port
 from stagetrace_otlp import pipeline as pipeline_module
 from stagetrace_otlp import settings, spans
 from stagetrace_otlp.pipeline import Pipeline
 from stagetrace_otlp.policy import Policy
 from stagetrace_otlp.reasons import heard
 from stagetrace_otlp.sink import span_exporter
-from tests.receivers import Receiver, attributes, check_rules, free_port, receiver, silent
+from tests.receivers import Receiver, attributes, check_rules, receiver, silent
 from tests.unit.helpers import wait_until
 from tests.unit.scripted import MS, Ask, Script
 

@@ -15,8 +15,8 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from stagetrace.serve import free_port
 from tests.engine.serving import Server
-from tests.receivers import free_port
 from tests.viewers.spans import Span
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"

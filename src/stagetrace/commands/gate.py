@@ -32,8 +32,12 @@ POLICIES = {"": 3, "pass": 0, "fail": 1}
 SEVERAL = ("--baseline", "--current")
 
 Files = list[Path]
-Baseline = Annotated[Files, typer.Option(metavar="FILE...", help="BASE.json, or stores of the runs to compare with.")]
-Current = Annotated[Files, typer.Option(metavar="FILE...", help="Stores of the runs to judge.")]
+Given = Files | None
+Words = list[str] | None
+Baseline = Annotated[
+    Files | None, typer.Option(metavar="FILE...", help="BASE.json, or stores of the runs to compare with.")
+]
+Current = Annotated[Given, typer.Option(metavar="FILE...", help="Stores of the runs to judge.")]
 Ab = Annotated[
     tuple[str, str] | None,
     typer.Option(metavar="CMD_A CMD_B", help="Start these two servers in turn, and compare them."),
@@ -48,8 +52,10 @@ Stores = Annotated[Path | None, typer.Option(metavar="DIR", help="With --ab: whe
 Config = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Budgets and effects; .stagetrace.toml if there is one.")
 ]
-Budgets = Annotated[list[str], typer.Option("--budget", metavar="'ttft_p95 <= 200ms'", help="One more budget.")]
-Allow = Annotated[list[str], typer.Option(metavar="FIELD", help="Compare although this differs, such as max_num_seqs.")]
+Budgets = Annotated[Words, typer.Option("--budget", metavar="'ttft_p95 <= 200ms'", help="One more budget.")]
+Allow = Annotated[
+    list[str] | None, typer.Option(metavar="FIELD", help="Compare although this differs, such as max_num_seqs.")
+]
 Policy = Annotated[str, typer.Option("--inconclusive", metavar="pass|fail", help="Exit 0 or 1 instead of 3.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Which stage carried the change, and which requests show it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document.")]
@@ -80,8 +86,8 @@ def spread(arguments: list[str]) -> list[str]:
 
 
 def gate(
-    baseline: Baseline = (),  # type: ignore[assignment]
-    current: Current = (),  # type: ignore[assignment]
+    baseline: Baseline = None,
+    current: Current = None,
     ab: Ab = None,
     runs: Runs = 5,
     requests: Requests = 50,
@@ -91,8 +97,8 @@ def gate(
     seed: Seed = 0,
     stores: Stores = None,
     config: Config = None,
-    budget: Budgets = (),  # type: ignore[assignment]
-    allow: Allow = (),  # type: ignore[assignment]
+    budget: Budgets = None,
+    allow: Allow = None,
     inconclusive: Policy = "",
     explain: Explain = False,
     as_json: AsJson = False,
@@ -115,9 +121,9 @@ def gate(
     aside = _on_stdout(junit, markdown, as_json)
 
     def told() -> int:
-        wishes = _wishes(config, list(budget), list(allow), [path for path in (junit, markdown) if path])
+        wishes = _wishes(config, budget or [], allow or [], [path for path in (junit, markdown) if path])
         sides = (
-            _recorded(list(baseline), list(current), wishes.allow)
+            _recorded(baseline or [], current or [], wishes.allow)
             if ab is None
             else _served(ab, (runs, requests, concurrency, prompt_tokens, output_tokens, seed), stores, wishes.allow)
         )

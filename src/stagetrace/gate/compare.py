@@ -169,5 +169,7 @@ def _kept(budget: Budget, runs: Sequence[Run], budgets: int) -> BudgetRow:
     key = budget.measure.key
     values = [[r.ms[key] for r in run.requests.values() if key in r.ms] for run in runs]
     seen = np.array([np.percentile(of_run, budget.q) for of_run in values if of_run])
+    if not len(seen):
+        return BudgetRow(budget, math.nan, INCONCLUSIVE)
     verdict, needed = kept(seen, budget.most_ms, budgets)
-    return BudgetRow(budget, float(seen.mean()) if len(seen) else math.nan, verdict, needed)
+    return BudgetRow(budget, float(seen.mean()), verdict, needed)

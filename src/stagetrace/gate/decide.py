@@ -126,11 +126,11 @@ def _outcome(judged: Judged, surely: bool, level: float) -> Outcome:
 def kept(seen: Array, most: float, budgets: int) -> tuple[str, int | None]:
     """The verdict on one of ``budgets`` budgets, and the runs that would decide it; ``seen`` is each run's percentile.
 
-    Surely above ``most`` is FAIL (of runs that keep all of them, ALPHA fail one), surely not above it is PASS.
+    Surely above ``most`` is FAIL (what the stages leave of FALSE_ALARMS is the budgets'), surely not above it is PASS.
     """
     if len(seen) < FEWEST_RUNS:
         return INCONCLUSIVE, USUAL_RUNS
-    level, df, spread = ALPHA / budgets, len(seen) - 1, float(seen.std(ddof=1))
+    level, df, spread = (FALSE_ALARMS - ALPHA) / budgets, len(seen) - 1, float(seen.std(ddof=1))
     over = float(seen.mean()) - most
     error = spread / math.sqrt(len(seen))
     if over > quantile(level, df) * error:

@@ -18,8 +18,8 @@ _LOOSE = {"kv_blocks": 0.10, "output_tokens": 0.05, "cached_tokens": 0.05}
 _NAMED_ONLY = ("engine_version",)
 #: What two servers under test may differ in on purpose: all but what is asked of them, and of which model and card.
 ALWAYS_EQUAL = ("model", "device", "gpu", *ASKED)
-#: Of all prompts, so many must be in every run.
-_COMMON = 0.8
+#: Of all prompts, so many must be in every run. A few fail in each, and not the same ones: over ten runs that adds up.
+_COMMON = 0.5
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Served:
 def discover(target: Target, settings: Settings, headers: dict[str, str]) -> Served:
     """Look the model up; Fault if nobody answers, or the model is not there."""
     status, body = _get(target, "/v1/models", settings.place, headers)
-    if status in (401, 403):
+    if settings.model is None and status in (401, 403):
         raise Fault(f"{settings.place}: HTTP {status}: it wants another key, or one at all: set {API_KEY}")
     models = _models(body) if status == 200 else []
     names = [str(model["id"]) for model in models]

@@ -102,6 +102,7 @@ class Bench:
                 time.sleep(max(0.0, due - time.time()))
                 none = self._command(None)
                 self._run(self.tried(number), [none, none], self.asked.side)
+        self._delays()
 
     def tried(self, number: int) -> Path:
         """Where the runs of a try are."""

@@ -32,12 +32,11 @@ POLICIES = {"": 3, "pass": 0, "fail": 1}
 SEVERAL = ("--baseline", "--current")
 
 Files = list[Path]
-Given = Files | None
-Words = list[str] | None
+Words = list[str]
 Baseline = Annotated[
     Files | None, typer.Option(metavar="FILE...", help="BASE.json, or stores of the runs to compare with.")
 ]
-Current = Annotated[Given, typer.Option(metavar="FILE...", help="Stores of the runs to judge.")]
+Current = Annotated[Files | None, typer.Option(metavar="FILE...", help="Stores of the runs to judge.")]
 Ab = Annotated[
     tuple[str, str] | None,
     typer.Option(metavar="CMD_A CMD_B", help="Start these two servers in turn, and compare them."),
@@ -52,9 +51,9 @@ Stores = Annotated[Path | None, typer.Option(metavar="DIR", help="With --ab: whe
 Config = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Budgets and effects; .stagetrace.toml if there is one.")
 ]
-Budgets = Annotated[Words, typer.Option("--budget", metavar="'ttft_p95 <= 200ms'", help="One more budget.")]
+Budgets = Annotated[Words | None, typer.Option("--budget", metavar="'ttft_p95 <= 200ms'", help="One more budget.")]
 Allow = Annotated[
-    list[str] | None, typer.Option(metavar="FIELD", help="Compare although this differs, such as max_num_seqs.")
+    Words | None, typer.Option(metavar="FIELD", help="Compare although this differs, such as max_num_seqs.")
 ]
 Policy = Annotated[str, typer.Option("--inconclusive", metavar="pass|fail", help="Exit 0 or 1 instead of 3.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Which stage carried the change, and which requests show it.")]

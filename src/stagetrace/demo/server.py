@@ -36,12 +36,13 @@ def demo_server(engine: DemoEngine, model_dir: Path, store: Path, tick: Callable
     descriptor, name = tempfile.mkstemp(prefix="stagetrace-demo-", suffix=".log")
     os.close(descriptor)
     log = Path(name)
+    failed = False
     try:
         with Served(engine.command(model_dir, port), port, store, log, engine.environment(), tick) as server:
             yield server
-    except Exception:
+    except Exception:  # and not Ctrl-C, where nothing went wrong
+        failed = True
         raise
-    except BaseException:  # Ctrl-C: nothing went wrong
-        log.unlink(missing_ok=True)
-        raise
-    log.unlink(missing_ok=True)
+    finally:
+        if not failed:
+            log.unlink(missing_ok=True)

@@ -438,7 +438,7 @@ def test_what_failed_to_go_out_does_not_lie_about(
         pipeline.put(traces.pop())
         wait_until(lambda: dropped.total() == 26 and not left(), "the collection")
         pipeline.close(1.0)
-        wait_until(lambda: not any(span() for span in kept), "the messages are let go of")  # the thread ends when it can
+        wait_until(lambda: not any(span() for span in kept), "the messages are let go of")
     finally:
         gc.enable()
 

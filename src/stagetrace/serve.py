@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import http.client
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,14 +26,28 @@ STOP_S = 30.0
 _PR_SET_PDEATHSIG = 1
 #: One that wants a key is there, too; what has none to send is then told so at once.
 _ANSWERS = (200, 401, 403)
+#: How many ports below those of outgoing connections are chosen from, and where ports for everybody begin.
+_PORTS = 10_000
+_UNPRIVILEGED = 1024
 
 
 def free_port() -> int:
-    """A loopback port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A loopback port nobody listens on, and that no outgoing connection is given before the server has it."""
+    lowest = _lowest_handed_out()
+    for _ in range(100):
+        port = lowest - 1 - secrets.randbelow(_PORTS)
+        if port_is_free(port):
+            return port
+    raise Fault(f"no free port on {HOST} from {lowest - _PORTS} to {lowest - 1}; end what listens there")
+
+
+def _lowest_handed_out() -> int:
+    """Where the kernel's ports for outgoing connections begin (32768 unless somebody changed it)."""
+    with contextlib.suppress(OSError, ValueError):
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        if lowest - _PORTS > _UNPRIVILEGED:
+            return lowest
+    return 32768
 
 
 def port_is_free(port: int) -> bool:

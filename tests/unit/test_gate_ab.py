@@ -22,7 +22,7 @@ from stagetrace.faults import Fault
 from stagetrace.gate.ab import Command, Plan, order, parse_command
 from stagetrace.loadgen import run_load
 from stagetrace.model import RunRecord
-from stagetrace.serve import Served, free_port, port_is_free
+from stagetrace.serve import HOST, Served, free_port, port_is_free
 from stagetrace.store import StoreWriter
 from tests.unit.fake_server import Fake, serving
 from tests.unit.helpers import plain_environment, wait_until
@@ -50,6 +50,23 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+# ---------------------------------------------------------------- ports
+
+
+def test_a_free_port_is_none_that_the_kernel_may_give_to_a_connection() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = [free_port() for _ in range(50)]
+    assert all(port_is_free(port) for port in ports) and len(set(ports)) > 40
+    assert not any(first <= port <= last for port in ports) or first < 11_100, "no room below them there"
+
+
+def test_a_taken_port_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagetrace.serve._PORTS", 1)
+    port = free_port()
+    with socket.create_server((HOST, port)), pytest.raises(Fault, match=rf"no free port on {HOST} from {port} to"):
+        free_port()
 
 
 # ---------------------------------------------------------------- commands

@@ -2,7 +2,7 @@
 
 It compares the demo's server with itself, again and again over the time given, and draws further comparisons from those
 runs. In between it compares it with servers that have a delay in one stage. What is in DIR already counts: it may be
-interrupted, and goes on.
+interrupted, and goes on. With --steady it loads one server again and again instead: runs that vary by less.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from benchmarks.output import environment
 from stagetrace.faults import Fault as Unusable
 from stagetrace.gate.ab import Command, Plan, measure
 from stagetrace.gate.compare import Report, compare
-from stagetrace.gate.decide import FAIL, FALSE_ALARMS
+from stagetrace.gate.decide import FAIL, FALSE_ALARMS, INCONCLUSIVE
 from stagetrace.gate.match import match
 from stagetrace.gate.runs import Run, runs_of_store
 from stagetrace.gate.settings import Wishes
 from stagetrace_vllm.demo_server import DemoServer
 from tests.faults.plugin.stagetrace_faults import control
-from tests.faults.plugin.stagetrace_faults.calls import DECODING
 from tests.faults.plugin.stagetrace_faults.control import Fault
 
-from .draws import STAGES, Found, draw, noise
+from . import steady
+from .draws import STAGES, Found, draw, draw_as_asked, draw_from_two, noise
 
 PLUGIN = Path(__file__).parents[1] / "faults" / "plugin"
 SIZES = (5, 10, 20, 40)
 SLOWER = (0.10, 0.25)
 #: A delay is this share of its stage, or so many standard deviations of runs, whichever is more; known of so many runs.
 DELAY, DEVIATIONS, FEWEST = 0.25, 4.0, 30
-#: Delayed once for each further token.
-PER_TOKEN = ("decode",)
+#: Of the comparisons that could not tell, so many are made again with the runs they asked for.
+FOLLOWED = 100
 PROMPT_TOKENS, OUTPUT_TOKENS = "60,400", 60
 
 
@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--delayed", type=int, default=5, metavar="N", help="runs of each delayed server (5)")
     made.add_argument("--hours", type=float, default=2.0, metavar="H", help="spread the tries over this time (2)")
     made.add_argument("--requests", type=int, default=40, metavar="N", help="requests in a run (40)")
+    made.add_argument("--steady", type=int, default=0, metavar="N", help="N loads on one server, and N on it delayed")
     made.add_argument("--comparisons", type=int, default=500, metavar="N", help="to draw for each row (500)")
     made.add_argument("--markdown", type=Path, metavar="OUT", help="write what was found to OUT as a page")
     return made
@@ -67,10 +68,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"calibrate: {missing}", file=sys.stderr)
         return 2
     asked.dir.mkdir(parents=True, exist_ok=True)
-    bench = Bench(engine, asked, console)
     try:
-        bench.make()
-        lines, kept = _page(bench, asked, console)
+        if asked.steady:
+            lines, kept = _steady(
+                steady.make(engine, asked.dir, asked.steady, _plan(1, asked), console), asked, console
+            )
+        else:
+            bench = Bench(engine, asked, console)
+            bench.make()
+            lines, kept = _page(bench, asked, console)
     except Unusable as fault:
         print(f"calibrate: {fault}", file=sys.stderr)
         return 2
@@ -136,8 +142,7 @@ class Bench:
         """All of them in turn, each run on a server of its own; in place when it is whole."""
         part = folder.with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)
-        plan = Plan(runs, self.asked.requests, 1, PROMPT_TOKENS, str(OUTPUT_TOKENS))
-        measure(commands, plan, part, lambda *_: None)
+        measure(commands, _plan(runs, self.asked), part, lambda *_: None)
         part.rename(folder)
         self.console.print(f"{time.strftime('%H:%M:%S')} {folder.name}: {judged(folder).verdict}", highlight=False)
 
@@ -151,8 +156,12 @@ class Bench:
         return (self.dir / f"{name}.json").resolve()
 
 
+def _plan(runs: int, asked: argparse.Namespace) -> Plan:
+    return Plan(runs, asked.requests, 1, PROMPT_TOKENS, str(OUTPUT_TOKENS))
+
+
 def _times(stage: str) -> int:
-    return OUTPUT_TOKENS - DECODING if stage in PER_TOKEN else 1
+    return steady.times_delayed(stage, OUTPUT_TOKENS)
 
 
 def runs_in(folder: Path, sides: str) -> list[list[Run]]:
@@ -174,6 +183,25 @@ def _page(bench: Bench, asked: argparse.Namespace, console: Console) -> tuple[li
         lines += rows
         kept.append(good)
     return lines, all(kept)
+
+
+def _steady(found: steady.Steady, asked: argparse.Namespace, console: Console) -> tuple[list[str], bool]:
+    """The same of loads on one server, and the real delays in it."""
+    lines, kept = _drawn(found.pool, asked, console)
+    shares = "PASS / **FAIL** / INCONCLUSIVE in % (of the FAIL under the right stage)"
+    lines += [
+        "",
+        f"Really delayed by {steady.SLOWER:.0%}, {asked.comparisons} comparisons drawn for each field: {shares}.",
+    ]
+    sizes = [runs for runs in SIZES if 2 * runs <= asked.steady]
+    lines += ["", f"| delayed | by (ms) | seen (ms) | {' | '.join(f'{runs} runs a side' for runs in sizes)} |"]
+    lines += [f"|---|--:|--:|{'--:|' * len(sizes)}"]
+    rng, before = np.random.default_rng(1), noise(found.pool)
+    for stage, after in found.delayed.items():
+        seen = noise(after)[stage][0] - before[stage][0]
+        drawn = [draw_from_two(found.pool, after, runs, asked.comparisons, rng, stage) for runs in sizes]
+        lines.append(f"| `{stage}` | {found.added_ms[stage]:.2f} | {seen:+.2f} | {' | '.join(map(_field, drawn))} |")
+    return [*_about(found.pool, asked, "one server"), *lines], kept
 
 
 def _same_twice(bench: Bench) -> tuple[list[str], bool]:
@@ -207,13 +235,13 @@ def _delays(bench: Bench) -> tuple[list[str], bool]:
     return lines, kept
 
 
-def _about(pool: list[Run], asked: argparse.Namespace) -> Iterator[str]:
+def _about(pool: list[Run], asked: argparse.Namespace, where: str = "a server of its own") -> Iterator[str]:
     times = sorted(run.started_unix_ns for run in pool)
     known = environment()
     yield ", ".join(f"{key} {value}" for key, value in known.items())
     yield ""
     hours = (times[-1] - times[0]) / 3.6e12
-    yield f"{len(pool)} runs of {asked.requests} requests over {hours:.1f} hours, each on a server of its own."
+    yield f"{len(pool)} runs of {asked.requests} requests over {hours:.1f} hours, each on {where}."
     yield from ("", "| | mean (ms) | runs vary by |", "|---|--:|--:|")
     yield from (f"| `{key}` | {mean:.2f} | {variation:.1%} |" for key, (mean, variation) in noise(pool).items())
 
@@ -230,16 +258,15 @@ def _drawn(pool: list[Run], asked: argparse.Namespace, console: Console) -> tupl
         f"| put on top | {' | '.join(f'{runs} runs a side' for runs in sizes)} |",
         f"|---|{'--:|' * len(sizes)}",
     ]
-    kept, without = True, []
+    kept, all_made = True, []
     for stage, size in [(None, 0.0), *((stage, size) for stage in STAGES for size in SLOWER)]:
         made = [draw(pool, runs, asked.comparisons, rng, stage, size) for runs in sizes]
-        top = f"`{stage}` +{size:.0%}" if stage else "nothing"
-        lines.append(f"| {top} | {' | '.join(map(_field, made))} |")
-        console.print(f"{top}: drawn", highlight=False)
+        lines.append(f"| {_top(made[0])} | {' | '.join(map(_field, made))} |")
+        console.print(f"{_top(made[0])}: drawn", highlight=False)
+        all_made += made
         if stage is None:
-            without = made
             kept = all(found.shares()[FAIL] <= FALSE_ALARMS for found in made)
-    return [*lines, "", *_needed(without)], kept
+    return [*lines, *_as_asked(pool, all_made, rng)], kept
 
 
 def _field(found: Found) -> str:
@@ -248,15 +275,23 @@ def _field(found: Found) -> str:
     return f"{passed} / **{failed}**{right} / {unknown}"
 
 
-def _needed(made: list[Found]) -> Iterator[str]:
-    """How many runs those that could not tell asked for."""
+def _as_asked(pool: list[Run], made: list[Found], rng: np.random.Generator) -> Iterator[str]:
+    """How many runs those that could not tell asked for, and how many are decided with so many."""
+    yield from (
+        "",
+        "| put on top | runs a side | asked for, p10 / p50 / p90 | decided with so many |",
+        "|---|--:|--:|--:|",
+    )
     for found in made:
         if found.needed:
-            low, middle, high = np.percentile(found.needed, (10, 50, 90))
-            yield (
-                f"With {found.runs} runs a side and nothing on top, what was INCONCLUSIVE asked for {middle:.0f} "
-                f"({low:.0f} to {high:.0f}, p10 to p90)."
-            )
+            asked = " / ".join(f"{runs:.0f}" for runs in np.percentile(found.needed, (10, 50, 90)))
+            again = draw_as_asked(pool, found, FOLLOWED, rng)
+            decided = again.comparisons - again.verdicts[INCONCLUSIVE]
+            yield f"| {_top(found)} | {found.runs} | {asked} | {decided} of {again.comparisons} |"
+
+
+def _top(found: Found) -> str:
+    return f"`{found.stage}` +{found.slower:.0%}" if found.stage else "nothing"
 
 
 if __name__ == "__main__":

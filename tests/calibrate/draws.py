@@ -34,6 +34,14 @@ class Found:
     named: int = 0
     needed: list[int] = field(default_factory=list)
 
+    def add(self, sides: Sides) -> None:
+        """Compare them, and count what is found."""
+        report = compare(sides, Wishes())
+        self.verdicts[report.verdict] += 1
+        if report.verdict == INCONCLUSIVE and report.runs_needed is not None:
+            self.needed.append(report.runs_needed)
+        self.named += report.culprit is not None and report.culprit.measure.key == self.stage
+
     @property
     def comparisons(self) -> int:
         """How many there were."""
@@ -59,15 +67,35 @@ def draw(
     in_order = sorted(pool, key=lambda run: run.started_unix_ns)
     for _ in range(comparisons):
         chosen = np.sort(rng.choice(len(in_order), 2 * runs, replace=False))
-        sides: tuple[list[Run], list[Run]] = [], []
-        for side, index in zip(order(runs), chosen, strict=True):
-            run = in_order[index]
-            sides[side].append(made_slower(run, stage, slower) if side and stage else run)
-        report = compare(Sides(*sides), Wishes())
-        found.verdicts[report.verdict] += 1
-        found.needed += [report.runs_needed] if report.runs_needed else []
-        found.named += report.culprit is not None and report.culprit.measure.key == stage
+        found.add(_in_turn([in_order[index] for index in chosen], stage, slower))
     return found
+
+
+def draw_from_two(
+    before: Sequence[Run], after: Sequence[Run], runs: int, comparisons: int, rng: np.random.Generator, stage: str
+) -> Found:
+    """The same out of runs that were made ``before``, and ``after`` in which ``stage`` really was slower."""
+    found = Found(runs, stage, 0.0)
+    for _ in range(comparisons):
+        found.add(Sides(*([pool[index] for index in rng.choice(len(pool), runs, False)] for pool in (before, after))))
+    return found
+
+
+def draw_as_asked(pool: Sequence[Run], first: Found, comparisons: int, rng: np.random.Generator) -> Found:
+    """Draw so many runs a side as what was INCONCLUSIVE in ``first`` asked for: putting back, in no order of time."""
+    found = Found(first.runs, first.stage, first.slower)
+    for runs in first.needed[:comparisons]:
+        chosen = rng.choice(len(pool), 2 * runs)
+        drawn = [replace(pool[index], started_unix_ns=place) for place, index in enumerate(chosen)]
+        found.add(_in_turn(drawn, first.stage, first.slower))
+    return found
+
+
+def _in_turn(runs: Sequence[Run], stage: str | None, slower: float) -> Sides:
+    sides: tuple[list[Run], list[Run]] = [], []
+    for side, run in zip(order(len(runs) // 2), runs, strict=True):
+        sides[side].append(made_slower(run, stage, slower) if side and stage else run)
+    return Sides(*sides)
 
 
 def made_slower(run: Run, stage: str, slower: float) -> Run:

@@ -221,6 +221,7 @@ class Pretend:
                 number, external_id=headers["x-request-id"], prompt_tokens=400, output_tokens=body["max_tokens"],
                 start_unix_ns=time.time_ns(), e2e_ms=ms["e2e_ms"], ttft_ms=ms["ttft_ms"],
                 unattributed_ms=ms["unattributed"], token_times_ms=[0.0, ms["itl_ms"]],
+                status="error" if number - self.fake.ahead in self.fake.refused else "ok",
             )  # fmt: skip
             for stage in record.stages:
                 stage.duration_ms = ms[stage.key]
@@ -253,7 +254,11 @@ def test_two_servers_in_turn(stagetrace: Cli, pretend: type[Pretend], tmp_path: 
     one, other = (f"{sys.executable} {name} --port {{port}}" for name in ("one", "other extra"))
     code, out, err = stagetrace("gate", "--ab", one, f"SLOWER=prefill:0.2 {other}", *LOAD, "--stores", "kept")
     assert code == 1, (out, err)
-    assert out.splitlines()[-1].startswith("FAIL: prefill is 2") and err == "stagetrace: the runs are in kept\n"
+    assert out.splitlines()[-1].startswith("FAIL: prefill is 2")
+    # Where nobody watches a bar, a line for each run.
+    said = err.splitlines()
+    assert said[:2] == ["stagetrace: run 1 of 10 (A)", "stagetrace: run 2 of 10 (B)"]
+    assert len(said) == 11 and said[-1] == "stagetrace: the runs are in kept"
     assert "differs: max_num_seqs 5 against 4" in out, "two servers may differ on purpose"
     assert [words[1] for words in pretend.started] == ["one", "other", "other", "one"] * 2 + ["one", "other"]
     kept = sorted(path.name for path in (tmp_path / "kept").glob("*.db"))
@@ -276,9 +281,20 @@ def test_the_same_server_twice(stagetrace: Cli, pretend: type[Pretend]) -> None:
 
 def test_requests_that_fail_are_no_measurement(stagetrace: Cli, pretend: type[Pretend]) -> None:
     same = f"{sys.executable} --port {{port}}"
-    said = stagetrace.refused("gate", "--ab", same, f"BROKEN=1 {same}", *LOAD)
+    code, out, err = stagetrace("gate", "--ab", same, f"BROKEN=1 {same}", *LOAD)
+    *_, said = err.splitlines()
+    assert (code, out) == (2, "")
     assert "run 2 of 10 (B): 1 of 8 requests failed (HTTP 400 BadRequestError: too long)" in said
     assert len(pretend.started) == 2
+
+
+def test_a_request_in_twenty_may_fail_and_is_named(stagetrace: Cli, pretend: type[Pretend]) -> None:
+    same = f"{sys.executable} --port {{port}}"
+    load = ("--requests", "24", *LOAD[2:], "--stores", "kept")
+    code, out, _ = stagetrace("gate", "--ab", same, f"BROKEN=1 {same}", *load)
+    assert code == 0
+    assert "kept/02-b.db: 1 of 24 requests not answered, left out" in out
+    assert "kept/01-a.db" not in out
 
 
 def test_what_is_wrong_is_said_before_anything_is_started(

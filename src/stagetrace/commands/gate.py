@@ -189,9 +189,14 @@ def _served(commands: tuple[str, str], plan: tuple[Any, ...], stores: Path | Non
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended
     with Progress(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal) as progress:
         bar = progress.add_task("gate")
+        told: set[str] = set()
 
         def tick(said: str, done: int, steps: int) -> None:
             progress.update(bar, description=said, completed=done, total=steps)
+            run = said.partition(":")[0]
+            if not console.is_terminal and run not in told:
+                told.add(run)
+                typer.echo(f"stagetrace: {run}", err=True)
 
         before, after = measure(parsed, Plan(*plan), folder, tick)
     typer.echo(f"stagetrace: the runs are in {folder}", err=True)

@@ -65,7 +65,12 @@ def match(
     if refused:
         named = "; ".join(_said(name, baseline[0], current[0]) for name in refused)
         raise Fault(f"not comparable: {named} of the baseline (--allow {refused[0]} to compare all the same)")
-    sides = Sides(baseline, current, [_said(name, baseline[0], current[0]) for name in fields])
+    failed = [
+        f"{run.name}: {run.failed} of {len(run.requests) + run.failed} requests not answered, left out"
+        for run in (*baseline, *current)
+        if run.failed
+    ]
+    sides = Sides(baseline, current, [*(_said(name, baseline[0], current[0]) for name in fields), *failed])
     _stages_missing(sides)
     return sides
 

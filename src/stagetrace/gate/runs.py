@@ -48,7 +48,7 @@ class Request:
 class Run:
     """One load on one server. ``requests`` by prompt: the same key is the same prompt in another run.
 
-    ``without``: stages that have no time in any request, and their state.
+    ``without``: stages that have no time in any request, and their state. ``failed``: requests that were not answered.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Run:
     fingerprint: Fingerprint
     requests: Mapping[str, Request]
     without: Mapping[str, str] = field(default_factory=dict)
+    failed: int = 0
 
 
 def runs_of_store(path: Path) -> list[Run]:
@@ -116,7 +117,8 @@ def _run(name: str, server: RunRecord, records: dict[str, RequestRecord], how: F
     settings = {"engine": server.engine, "engine_version": server.engine_version, "model": server.model}
     known = {**server.config, **{key: value for key, value in settings.items() if value is not None}}
     fingerprint: Fingerprint = {key: known.get(key) for key in SETTINGS} | how | _mix(requests, answered)
-    return Run(name, min(r.start_unix_ns for r in records.values()), fingerprint, requests, without)
+    started = min(r.start_unix_ns for r in records.values())
+    return Run(name, started, fingerprint, requests, without, failed)
 
 
 def _mix(requests: dict[str, Request], answered: list[RequestRecord]) -> Fingerprint:

@@ -51,6 +51,7 @@ class Measured:
 
     def send(self, plan: Plan) -> None:
         """The same, of a plan."""
+        __tracebackhide__ = True  # what failed is the caller's line
         from .loadgen import run_load
 
         outcome = run_load(plan.settings(self.url), lambda *_: None)
@@ -63,6 +64,7 @@ class Measured:
 
     def requests(self) -> list[RequestRecord]:
         """The records of the last load."""
+        __tracebackhide__ = True  # what failed is the caller's line
         from .store import load
 
         until = time.monotonic() + STORED_S
@@ -77,6 +79,7 @@ class Measured:
 
     def assert_stage(self, key: str, **limits_ms: float) -> None:
         """Fail if a percentile of a stage or timer is above its limit: ``assert_stage("prefill", p95_ms=120)``."""
+        __tracebackhide__ = True  # what failed is the caller's line
         from .gate.runs import times_of
         from .gate.settings import NAMES
         from .stats import percentile

@@ -23,7 +23,10 @@ HOST = "127.0.0.1"
 READY_S = 900.0
 #: How long a server may take to end before it is killed.
 STOP_S = 30.0
+#: It is told to end this often.
+TOLD_AGAIN_S = 3.0
 _PR_SET_PDEATHSIG = 1
+_PATH, _NO_SUCH_PATH = "/v1/models", 404
 #: One that wants a key is there, too; what has none to send is then told so at once.
 _ANSWERS = (200, 401, 403)
 #: How many ports below those of outgoing connections are chosen from, and where ports for everybody begin.
@@ -64,7 +67,8 @@ def port_is_free(port: int) -> bool:
 class Served:
     """``command`` under ``stagetrace run``, recorded in ``store``; what it prints is in ``log``.
 
-    ``with`` returns when it answers on ``/v1/models``; Fault if it does not. ``tick`` is called while it is waited for.
+    ``with`` returns when it answers on ``/v1/models``; Fault if it does not. ``tick`` is called while that is waited
+    for, with "starting", and while it ends, with "ending".
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class Served:
         store: Path,
         log: Path,
         environment: Mapping[str, str] | None = None,
-        tick: Callable[[], None] = lambda: None,
+        tick: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.command = [sys.executable, "-m", "stagetrace", "run", "--store", str(store), "--", *command]
         self.port, self.store, self.log, self.tick = port, store, log, tick
@@ -114,26 +118,34 @@ class Served:
     def _wait(self) -> None:
         assert self._process is not None
         until = time.monotonic() + READY_S
-        while not _answers(self.port):
+        while (status := _answer(self.port)) not in _ANSWERS:
             code = self._process.poll()
+            if status == _NO_SUCH_PATH:
+                raise Fault(f"port {self.port} answers HTTP 404 on {_PATH}: that is no OpenAI-compatible server")
             if code is not None or time.monotonic() > until:
                 how = f"ended with {code}" if code is not None else f"did not answer within {READY_S:.0f} s"
                 raise Fault(f"the server {how}; its log is {self.log}; the last line: {self._last()}")
-            self.tick()
+            self.tick("starting")
             time.sleep(0.25)
 
     def stop(self) -> None:
-        """End it and all that it started. May be called twice."""
+        """End it and all that it started. May be called twice; who is interrupted in it does not wait any longer."""
         if self._process is None:
             return
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_S)
-        # The group is the first process's number, which is nobody else's while a member lives.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        until = time.monotonic() + STOP_S
+        try:
+            while self._process.poll() is None and time.monotonic() < until:
+                # More than once: an engine that is being started may miss the first, and then serve for ever.
+                self._process.send_signal(signal.SIGTERM)
+                again = time.monotonic() + TOLD_AGAIN_S
+                while self._process.poll() is None and time.monotonic() < again:
+                    self.tick("ending")
+                    time.sleep(0.1)
+        finally:
+            # The group is the first process's number, which is nobody else's while a member lives.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def _last(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
@@ -153,12 +165,13 @@ def _group_of_its_own() -> Callable[[], None]:
     return prepare
 
 
-def _answers(port: int) -> bool:
+def _answer(port: int) -> int | None:
+    """The HTTP status of the list of models; None where nobody answers."""
     connection = http.client.HTTPConnection(HOST, port, timeout=5.0)
     try:
-        connection.request("GET", "/v1/models")
-        return connection.getresponse().status in _ANSWERS
+        connection.request("GET", _PATH)
+        return connection.getresponse().status
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()

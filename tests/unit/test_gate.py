@@ -204,25 +204,54 @@ def test_what_differs_is_named(
     field = named.partition(" ")[0]
     if field != "request_rate":  # then concurrency differs, too
         code, out, _ = stagetrace(*files, "--allow", field)
-        assert code == 0 and f"differs: {named}" in out
+        now, before_it = named.removeprefix(f"{field} ").split(" against ")
+        assert code == 0 and f"differs: {field} {before_it} → {now}" in out
     assert "there are: " in stagetrace.refused(*files, "--allow", "colour")
+
+
+def test_all_that_would_have_to_be_allowed_is_named(stagetrace: Cli, stores: Callable[..., Any]) -> None:
+    before, after = stores(model="large", config={**CONFIG, "max_num_seqs": 16})
+    said = stagetrace.refused("gate", "--baseline", *before, "--current", *after)
+    assert "(--allow max_num_seqs --allow model to compare all the same)" in said
+
+
+def test_a_run_counts_once(stagetrace: Cli, stores: Callable[..., Any]) -> None:
+    """Five times the same run would vary by nothing, and any difference from five times another be sure."""
+    before, after = stores()
+    said = stagetrace.refused("gate", "--baseline", *[before[0]] * 5, "--current", *[after[0]] * 5)
+    assert f"{before[0]}: given twice; give each run once" in said
+    said = stagetrace.refused("gate", "--baseline", *before, "--current", *after[1:], before[2])
+    assert f"{before[2]}: given twice" in said
+    # A baseline, which rounds, that is made of itself and of the same stores once more.
+    assert stagetrace("baseline", *before, "-o", "base.json")[0] == 0
+    said = stagetrace.refused("baseline", "base.json", *before, "-o", "base.json")
+    assert "the same run as" in said and "base.json (run 1)" in said
+    assert stagetrace("gate", "--baseline", "base.json", "--current", *after)[0] == 0
+    assert "the same run as" in stagetrace.refused("gate", "--baseline", "base.json", "--current", *before)
+
+
+def test_a_baseline_that_no_gate_takes_is_said_to_be_one(stagetrace: Cli, stores: Callable[..., Any]) -> None:
+    before, after = stores(config={**CONFIG, "max_num_seqs": 16})
+    code, _, err = stagetrace("baseline", *before, after[0], "-o", "mixed.json")
+    assert code == 0 and "6 runs with" in err
+    assert f"{after[0]}: max_num_seqs 16 against 8 of {before[0]}: the gate will refuse this baseline" in err
 
 
 def test_an_upgrade_is_named_and_compared() -> None:
     before, after = runs_of(3, 5, QUIET)
     newer = [replace(run, fingerprint={**run.fingerprint, "engine_version": "2"}) for run in after]
-    assert match(before, newer).differ == ["engine_version 2 against 1"]
+    assert match(before, newer).differ == ["engine_version 1 → 2"]
 
 
 def test_servers_may_differ_on_purpose_but_not_in_their_load() -> None:
     before, after = runs_of(3, 5, QUIET)
     other = [replace(run, fingerprint={**run.fingerprint, "max_num_seqs": 1}) for run in after]
-    assert match(before, other, settings=False).differ == ["max_num_seqs 1 against 8"]
+    assert match(before, other, settings=False).differ == ["max_num_seqs 8 → 1"]
     warm = [replace(run, fingerprint={**run.fingerprint, "cached_tokens": 80.0}) for run in after]
     with pytest.raises(Fault, match=r"cached_tokens 80.0 against 0.0"):
         match(before, warm, settings=False)
     with pytest.raises(Fault, match=r"run-\d.db: max_num_seqs 1 against 8 .* on the same side"):
-        match([*before[1:], other[0]], after)
+        match([*before[1:], other[0]], after[1:])
 
 
 def test_another_prompt_mix() -> None:
@@ -295,7 +324,7 @@ def test_a_summary_shows_what_is_not_ours_as_it_is() -> None:
     said = output.markdown(compare(match(before, after, ("model",)), Wishes()))
     (line,) = [line for line in said.splitlines() if line.startswith("* differs")]
     shown = r"a\|b \`c\` \[d\](http://e) !\[f\](g) \*h\* &lt;img src=x> &amp;lt; \\"
-    assert line == f"* differs: model {shown} against tiny"
+    assert line == f"* differs: model tiny → {shown}"
 
 
 def test_files_that_cannot_be_used(stagetrace: Cli, stores: Callable[..., Any], tmp_path: Path) -> None:

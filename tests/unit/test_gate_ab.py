@@ -39,6 +39,8 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("child", child.pid, "self", os.getpid(), flush=True)
 if "--deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "--forgetful" in sys.argv:
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 class Here(Handler):
     fake = Fake(key="secret" if "--locked" in sys.argv else "")
 _Server(("127.0.0.1", int(sys.argv[1])), Here).serve_forever()
@@ -142,6 +144,37 @@ def test_a_server_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: pytes
     wait_until(lambda: not alive(child) and port_is_free(server.port), "nothing is left of it")
 
 
+def test_a_server_that_misses_the_first_signal_gets_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagetrace.serve.TOLD_AGAIN_S", 0.3)
+    monkeypatch.setattr("stagetrace.serve.STOP_S", 600.0)
+    with served(tmp_path, "--forgetful") as server:
+        server.tick = (phases := []).append  # type: ignore[func-returns-value]
+    assert port_is_free(server.port) and set(phases) == {"ending"}
+
+
+def test_who_will_not_wait_for_the_end_of_a_server_ends_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stagetrace.serve.STOP_S", 600.0)
+
+    def impatient(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), served(tmp_path, "--deaf") as server:
+        child = int((tmp_path / "s.log").read_text().split()[1])
+        server.tick = impatient
+    wait_until(lambda: not alive(child) and port_is_free(server.port), "nothing is left of it")
+
+
+def test_what_is_no_server_of_a_model_is_not_waited_for(tmp_path: Path) -> None:
+    port = free_port()
+    words = [sys.executable, "-m", "http.server", str(port), "--bind", HOST]
+    other = Served(words, port, tmp_path / "s.db", tmp_path / "s.log")
+    with pytest.raises(Fault, match=rf"port {port} answers HTTP 404 on /v1/models: that is no OpenAI-comp"), other:
+        pass
+    wait_until(lambda: port_is_free(port), "it is gone")
+
+
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     failing = Served(
         [sys.executable, "-c", "raise SystemExit('no model there')"], free_port(), tmp_path / "s.db", tmp_path / "s.log"
@@ -197,7 +230,7 @@ class Pretend:
     ) -> None:  # fmt: skip
         self.command, self.store, self.environment = command, store, environment
         self._stack = ExitStack()
-        tick()
+        tick("starting")
 
     def __enter__(self) -> Pretend:
         Pretend.started.append(tuple(self.command))
@@ -209,6 +242,9 @@ class Pretend:
     @property
     def url(self) -> str:
         return self.fake.url
+
+    def left(self) -> None:
+        """The server has ended."""
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -227,8 +263,13 @@ class Pretend:
                 stage.duration_ms = ms[stage.key]
             records.append(record)
         with StoreWriter(self.store) as writer:
-            writer.write_run(RunRecord("session", "paper", "1", "tiny", {"max_num_seqs": len(self.command)}))
-            writer.write_requests(records)
+            writer.write_run(
+                RunRecord(
+                    "session", "paper", "1", self.environment.get("MODEL", "tiny"), {"max_num_seqs": len(self.command)}
+                )
+            )
+            writer.write_requests([] if "BLIND" in self.environment else records)
+        self.left()
 
 
 @pytest.fixture
@@ -258,8 +299,9 @@ def test_two_servers_in_turn(stagetrace: Cli, pretend: type[Pretend], tmp_path: 
     # Where nobody watches a bar, a line for each run.
     said = err.splitlines()
     assert said[:2] == ["stagetrace: run 1 of 10 (A)", "stagetrace: run 2 of 10 (B)"]
-    assert len(said) == 11 and said[-1] == "stagetrace: the runs are in kept"
-    assert "differs: max_num_seqs 5 against 4" in out, "two servers may differ on purpose"
+    again = "stagetrace gate --baseline kept/*-a.db --current kept/*-b.db"
+    assert len(said) == 11 and said[-1] == f"stagetrace: the runs are in kept (again: {again})"
+    assert "differs: max_num_seqs 4 → 5" in out, "two servers may differ on purpose"
     assert [words[1] for words in pretend.started] == ["one", "other", "other", "one"] * 2 + ["one", "other"]
     kept = sorted(path.name for path in (tmp_path / "kept").glob("*.db"))
     assert kept[:3] == ["01-a.db", "02-b.db", "03-b.db"] and len(kept) == 10
@@ -286,6 +328,38 @@ def test_requests_that_fail_are_no_measurement(stagetrace: Cli, pretend: type[Pr
     assert (code, out) == (2, "")
     assert "run 2 of 10 (B): 1 of 8 requests failed (HTTP 400 BadRequestError: too long)" in said
     assert len(pretend.started) == 2
+
+
+def test_what_is_not_comparable_is_said_after_the_first_run_of_each(stagetrace: Cli, pretend: type[Pretend]) -> None:
+    same = f"{sys.executable} --port {{port}}"
+    code, out, err = stagetrace("gate", "--ab", same, f"MODEL=large {same}", *LOAD, "--stores", "kept")
+    *_, kept, said = err.splitlines()
+    assert (code, out, len(pretend.started)) == (2, "", 2)
+    assert "not comparable: model large against tiny" in said and kept.startswith("stagetrace: the runs are in kept")
+
+
+def test_a_server_that_is_not_recorded_has_no_stagetrace(stagetrace: Cli, pretend: type[Pretend]) -> None:
+    same = f"{sys.executable} --port {{port}}"
+    code, _, err = stagetrace("gate", "--ab", f"BLIND=1 {same}", same, *LOAD)
+    assert (code, len(pretend.started)) == (2, 1)
+    assert f"nothing was recorded: is stagetrace installed where {sys.executable} is?" in err.splitlines()[-1]
+
+
+def test_what_was_measured_before_an_interruption_can_be_judged(
+    stagetrace: Cli, pretend: type[Pretend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        if len(pretend.started) == 7:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretend, "left", interrupted)
+    same = f"{sys.executable} --port {{port}}"
+    code, _, err = stagetrace("gate", "--ab", same, same, *LOAD, "--stores", "kept")
+    assert code == 130 and "the runs are in kept" in err.splitlines()[-1]
+    stores = {side: sorted(map(str, Path("kept").glob(f"*-{side}.db"))) for side in "ab"}
+    assert [len(files) for files in stores.values()] == [3, 3] and Path("kept/07-b.part").exists()
+    code, out, _ = stagetrace("gate", "--baseline", *stores["a"], "--current", *stores["b"])
+    assert code == 0 and "over 3 runs a side" in out
 
 
 def test_a_request_in_twenty_may_fail_and_is_named(stagetrace: Cli, pretend: type[Pretend]) -> None:

@@ -22,11 +22,15 @@ def baseline(files: Files, out: Out = None) -> None:
     """
     from ..faults import Fault
     from ..gate.baseline import read_runs, write_baseline
+    from ..gate.match import each_once, unlike
 
     if out is None:
         raise Fault("baseline: name the file to write: -o BASE.json")
     runs = [run for file in files for run in read_runs(file)]
+    each_once(runs)
     write_baseline(runs, out)
     requests = sum(len(run.requests) for run in runs)
     size = f" ({out.stat().st_size / 1024:,.0f} KiB)" if out.is_file() else ""
-    typer.echo(f"{len(runs)} runs with {requests} requests in {out}{size}", err=True)
+    typer.echo(f"{len(runs)} run{'s' * (len(runs) > 1)} with {requests} requests in {out}{size}", err=True)
+    if how := unlike(runs):
+        typer.echo(f"stagetrace: {how}: the gate will refuse this baseline, but for --allow FIELD", err=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -23,6 +24,7 @@ from ..faults import Fault
 if TYPE_CHECKING:
     from ..gate.compare import Report
     from ..gate.match import Sides
+    from ..gate.runs import Run
     from ..gate.settings import Wishes
 
 INTERNAL = 70
@@ -163,7 +165,7 @@ def _wishes(config: Path | None, budgets: list[str], allow: list[str], files: Fi
         if where is not None and not where.is_dir():
             raise Fault(f"{file}: there is no directory {where}")
     wishes = read_wishes(config)
-    fields = allowed([*wishes.allow, *allow])
+    fields = (*wishes.allow, *allowed(allow))
     return replace(wishes, budgets=(*wishes.budgets, *map(parse_budget, budgets)), allow=fields)
 
 
@@ -198,9 +200,21 @@ def _served(commands: tuple[str, str], plan: tuple[Any, ...], stores: Path | Non
                 told.add(run)
                 typer.echo(f"stagetrace: {run}", err=True)
 
-        before, after = measure(parsed, Plan(*plan), folder, tick)
-    typer.echo(f"stagetrace: the runs are in {folder}", err=True)
-    return match(before, after, allow, settings=False)
+        def comparable(sides: Sequence[Sequence[Run]]) -> Sides:
+            return match(sides[0], sides[1], allow, settings=False)
+
+        try:
+            return comparable(measure(parsed, Plan(*plan), folder, tick, comparable))
+        finally:
+            progress.stop()
+            if folder.is_dir():
+                typer.echo(f"stagetrace: the runs are in {folder} (again: {_again(folder)})", err=True)
+
+
+def _again(folder: Path) -> str:
+    """How to judge what is there, also where it is not all."""
+    files = [shlex.quote(f"{folder}/") + f"*-{side}.db" for side in "ab"]
+    return f"stagetrace gate --baseline {files[0]} --current {files[1]}"
 
 
 def _judged(

@@ -38,7 +38,9 @@ def demo_server(engine: DemoEngine, model_dir: Path, store: Path, tick: Callable
     log = Path(name)
     failed = False
     try:
-        with Served(engine.command(model_dir, port), port, store, log, engine.environment(), tick) as server:
+        with Served(
+            engine.command(model_dir, port), port, store, log, engine.environment(), lambda _: tick()
+        ) as server:
             yield server
     except Exception:  # and not Ctrl-C, where nothing went wrong
         failed = True

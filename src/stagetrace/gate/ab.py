@@ -15,7 +15,7 @@ from string import ascii_lowercase, ascii_uppercase
 from ..faults import Fault
 from ..loadgen import Settings, run_load
 from ..serve import Served, free_port
-from .runs import MOST_FAILED, Run, runs_of_store
+from .runs import MOST_FAILED, NothingRecorded, Run, runs_of_store
 
 PORT = "{port}"
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
@@ -81,10 +81,17 @@ class Plan:
         )  # fmt: skip
 
 
-def measure(commands: Sequence[Command], plan: Plan, folder: Path, tick: Tick) -> list[list[Run]]:
+def measure(
+    commands: Sequence[Command],
+    plan: Plan,
+    folder: Path,
+    tick: Tick,
+    check: Callable[[Sequence[Sequence[Run]]], object] = lambda _: None,
+) -> list[list[Run]]:
     """Run the servers in turn, and return the runs of each.
 
-    The stores and logs stay in ``folder``. Fault for a server that cannot be measured.
+    The stores and logs stay in ``folder``. Fault for a server that cannot be measured, and where ``check``, which sees
+    the runs there are as soon as every side has one, raises it.
     """
     for command in commands:
         command.with_port()
@@ -101,8 +108,20 @@ def measure(commands: Sequence[Command], plan: Plan, folder: Path, tick: Tick) -
         done = number * (plan.requests + 1)
         store = folder / f"{number + 1:02d}-{ascii_lowercase[side]}.db"
         _one(commands[side], plan, store, name, partial(_ticked, tick, done, steps))
-        sides[side].extend(runs_of_store(store))
+        sides[side].extend(_recorded(store, name, commands[side]))
+        if all(sides):
+            check(sides)
     return sides
+
+
+def _recorded(store: Path, name: str, command: Command) -> list[Run]:
+    try:
+        return runs_of_store(store)
+    except NothingRecorded:
+        raise Fault(
+            f"{name}: it answered, but nothing was recorded: is stagetrace installed where {command.words[0]} is? "
+            f"`stagetrace doctor` there says; the server's log is {store.with_suffix('.log')}"
+        ) from None
 
 
 def _ticked(tick: Tick, done: int, steps: int, said: str, more: int) -> None:
@@ -118,12 +137,15 @@ def order(runs: int, sides: int = 2) -> list[int]:
 def _one(command: Command, plan: Plan, store: Path, name: str, tick: Callable[[str, int], None]) -> None:
     words, port = command.with_port()
     log = store.with_suffix(".log")
-    starting = time.monotonic()
+    began: dict[str, float] = {}
 
-    def waits() -> None:
-        tick(f"{name}: starting, {time.monotonic() - starting:.0f} s", 0)
+    def waits(phase: str) -> None:
+        seconds = time.monotonic() - began.setdefault(phase, time.monotonic())
+        tick(f"{name}: {phase}, {seconds:.0f} s", 0 if phase == "starting" else plan.requests)
 
-    with Served(words, port, store, log, command.environment, waits) as server:
+    # Under its own name when it is whole: what is there may be judged after an interruption.
+    part = store.with_suffix(".part")
+    with Served(words, port, part, log, command.environment, waits) as server:
         outcome = run_load(plan.settings(server.url), lambda done, *_: tick(f"{name}: load", 1 + done))
     if outcome.interrupted:
         raise KeyboardInterrupt
@@ -134,3 +156,4 @@ def _one(command: Command, plan: Plan, store: Path, name: str, tick: Callable[[s
             f"{name}: {len(failed)} of {len(outcome.exchanges)} requests failed ({failed[0].error}{said}); "
             f"the server's log is {log}"
         )
+    part.rename(store)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..faults import Fault
-from .estimate import Array
 from .measures import BY_KEY, MEASURES
 from .runs import ASKED, MOST_FAILED, SETTINGS, Run
+
+if TYPE_CHECKING:
+    from .estimate import Array
 
 #: Fields that are results in part: different only if further apart than this share.
 _LOOSE = {"kv_blocks": 0.10, "output_tokens": 0.05, "cached_tokens": 0.05}
@@ -18,6 +22,8 @@ _LOOSE = {"kv_blocks": 0.10, "output_tokens": 0.05, "cached_tokens": 0.05}
 _NAMED_ONLY = ("engine_version",)
 #: What two servers under test may differ in on purpose: all but what is asked of them, and of which model and card.
 ALWAYS_EQUAL = ("model", "device", "gpu", *ASKED)
+#: A baseline keeps the time a run began to a millisecond, and each of its times to four digits.
+_SAME_START_NS, _SAME_TIME = 2_000_000, 2e-3
 #: Of all prompts, so many must be in every run. A few fail in each, and not the same ones: over ten runs that adds up.
 _COMMON = 0.5
 
@@ -36,12 +42,12 @@ class Sides:
         return [*self.baseline, *self.current]
 
 
-def allowed(fields: Collection[str]) -> tuple[str, ...]:
-    """The fields that may differ; Fault for one that there is not."""
+def allowed(fields: Collection[str], where: str = "--allow") -> tuple[str, ...]:
+    """The fields that may differ, as ``where`` says; Fault for one that there is not."""
     known = sorted({*SETTINGS, *ASKED})
     strange = sorted(set(fields) - set(known))
     if strange:
-        raise Fault(f"--allow {strange[0]}: no such field; there are: {', '.join(known)}")
+        raise Fault(f"{where} {strange[0]}: no such field; there are: {', '.join(known)}")
     return tuple(fields)
 
 
@@ -52,11 +58,10 @@ def match(
 
     ``settings`` False: the servers' own settings differ on purpose.
     """
+    each_once([*baseline, *current])
     for side in (baseline, current):
-        for run in side[1:]:
-            fields = [name for name in _differ(side[0], run) if name not in allow]
-            if fields:
-                raise Fault(f"{run.name}: {_said(fields[0], side[0], run)} of {side[0].name}, on the same side")
+        if how := unlike(side, allow):
+            raise Fault(f"{how}, on the same side")
     fields = _differ(baseline[0], current[0])
     refused = [
         name for name in fields
@@ -64,15 +69,42 @@ def match(
     ]  # fmt: skip
     if refused:
         named = "; ".join(_said(name, baseline[0], current[0]) for name in refused)
-        raise Fault(f"not comparable: {named} of the baseline (--allow {refused[0]} to compare all the same)")
+        allowing = " ".join(f"--allow {name}" for name in refused)
+        raise Fault(f"not comparable: {named} of the baseline ({allowing} to compare all the same)")
     failed = [
         f"{run.name}: {run.failed} of {len(run.requests) + run.failed} requests not answered, left out"
         for run in (*baseline, *current)
         if run.failed
     ]
-    sides = Sides(baseline, current, [*(_said(name, baseline[0], current[0]) for name in fields), *failed])
+    sides = Sides(baseline, current, [*(_changed(name, baseline[0], current[0]) for name in fields), *failed])
     _stages_missing(sides)
     return sides
+
+
+def each_once(runs: Sequence[Run]) -> None:
+    """Fault where a run is there twice: it would count as two that vary by nothing."""
+    in_time = sorted(runs, key=lambda run: run.started_unix_ns)
+    for one, other in pairwise(in_time):
+        if other.started_unix_ns - one.started_unix_ns < _SAME_START_NS and _same_times(one, other):
+            where = f"the same run as {one.name}" if one.name != other.name else "given twice"
+            raise Fault(f"{other.name}: {where}; give each run once, and on one side only")
+
+
+def _same_times(one: Run, other: Run) -> bool:
+    return one.requests.keys() == other.requests.keys() and all(
+        abs(ms - other.requests[key].ms.get(name, -1.0)) <= _SAME_TIME * ms
+        for key, request in one.requests.items()
+        for name, ms in request.ms.items()
+    )
+
+
+def unlike(runs: Sequence[Run], allow: Collection[str] = ()) -> str | None:
+    """In words, how one of these runs differs from the first in what all of one side must have in common."""
+    for run in runs[1:]:
+        for name in _differ(runs[0], run):
+            if name not in allow:
+                return f"{run.name}: {_said(name, runs[0], run)} of {runs[0].name}"
+    return None
 
 
 def _differ(one: Run, other: Run) -> list[str]:
@@ -97,6 +129,10 @@ def _same(name: str, one: object, other: object) -> bool:
 
 def _said(name: str, one: Run, other: Run) -> str:
     return f"{name} {_value(other.fingerprint.get(name))} against {_value(one.fingerprint.get(name))}"
+
+
+def _changed(name: str, one: Run, other: Run) -> str:
+    return f"{name} {_value(one.fingerprint.get(name))} → {_value(other.fingerprint.get(name))}"
 
 
 def _value(value: object) -> str:
@@ -124,7 +160,11 @@ def columns(sides: Sides) -> dict[str, tuple[list[str], Array]]:
         keys = [key for key in common if all(measure.key in run.requests[key].ms for run in runs)]
         some = [key for key in common if any(measure.key in run.requests[key].ms for run in runs)]
         if len(keys) < _COMMON * len(some):
-            raise Fault(f"{BY_KEY[measure.key].title}: known of {len(keys)} of {len(some)} prompts in every run")
+            blind = min(runs, key=lambda run: sum(measure.key in request.ms for request in run.requests.values()))
+            raise Fault(
+                f"{BY_KEY[measure.key].title}: known of {len(keys)} of {len(some)} prompts in every run, "
+                f"fewest in {blind.name}: leave it out, or record it again"
+            )
         if len(keys) >= 2:
             found[measure.key] = (keys, np.array([[run.requests[k].ms[measure.key] for k in keys] for run in runs]))
     if "e2e_ms" not in found:

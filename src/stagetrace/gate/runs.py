@@ -59,6 +59,10 @@ class Run:
     failed: int = 0
 
 
+class NothingRecorded(Fault):
+    """A store without a request of a load."""
+
+
 def runs_of_store(path: Path) -> list[Run]:
     """The runs in a store, oldest first: one for each load of each server. Fault if there is none."""
     whole = load(path, steps=False)
@@ -69,7 +73,9 @@ def runs_of_store(path: Path) -> list[Run]:
         if trace.requests:
             found += _runs(str(path), trace.runs[-1], trace.requests)
     if not found:
-        raise Fault(f"{path}: no request of a load in it; record some with `stagetrace run --store {path} -- CMD`")
+        raise NothingRecorded(
+            f"{path}: no request of a load in it; record some with `stagetrace run --store {path} -- CMD`"
+        )
     return sorted(found, key=lambda run: run.started_unix_ns)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..faults import Fault
 from .decide import Effect
+from .match import allowed
 from .measures import BY_KEY, MEASURES, Measure
 
 if sys.version_info >= (3, 11):
@@ -69,6 +70,8 @@ def read_wishes(path: Path | None) -> Wishes:
     except (OSError, ValueError) as error:
         raise Fault(f"{chosen}: {error}") from None
     try:
+        if strange := sorted(document.keys() - {"gate"}):
+            raise Fault(f"there is no {strange[0]}; everything is under [gate]")
         return _wishes(document.get("gate", {}))
     except Fault as fault:
         raise Fault(f"{chosen}: {fault}") from None
@@ -88,7 +91,7 @@ def _wishes(table: Any) -> Wishes:
         raise Fault("effects is a table: [gate.effects]")
     effects = {_measure(name).key: parse_effect(str(text)) for name, text in own.items()}
     budgets = tuple(parse_budget(str(text)) for text in _list(table, "budgets"))
-    return Wishes(whole.relative, effects, budgets, tuple(str(name) for name in _list(table, "allow")))
+    return Wishes(whole.relative, effects, budgets, allowed([str(name) for name in _list(table, "allow")], "allow"))
 
 
 def _list(table: dict[str, Any], name: str) -> list[Any]:
@@ -107,8 +110,12 @@ def _measure(name: str) -> Measure:
 def parse_budget(text: str) -> Budget:
     """Read ``ttft_p95 <= 200ms``; Fault if it is anything else."""
     match = _BUDGET.fullmatch(text)
-    if match is None or float(match["q"]) >= 100:
-        raise Fault(f'budget "{text}": write it as ttft_p95 <= 200ms')
+    if match is None:
+        raise Fault(
+            f'budget "{text}": write it as ttft_p95 <= 200ms: a name, _p and a percentile, <=, a time and its unit'
+        )
+    if not 0 < float(match["q"]) < 100:
+        raise Fault(f'budget "{text}": a percentile is above 0 and below 100')
     return Budget(text.strip(), _measure(match["name"]), float(match["q"]), _ms(match))
 
 

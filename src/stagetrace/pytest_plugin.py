@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -34,6 +34,7 @@ class Measured:
         self.url = served.url
         self.store = served.store
         self._ids: set[str] = set()
+        self._loads = 0
 
     def load(
         self,
@@ -41,30 +42,38 @@ class Measured:
         concurrency: int = 1,
         prompt_tokens: str = "400",
         output_tokens: str = "60",
-        seed: int = 0,
+        seed: int | None = None,
         warmup: int = 3,
     ) -> None:
-        """Send a closed loop of so many requests; fails the test if one of them is not answered."""  # fmt: skip
+        """Send a closed loop of so many requests; fails the test if one of them is not answered.
+
+        Each load has prompts of its own: those of an earlier one would be found in the prefix cache. The same ``seed``
+        is the same prompts.
+        """
+        __tracebackhide__ = True  # what failed is the caller's line
         from .gate.ab import Plan
 
-        self.send(Plan(1, requests, concurrency, prompt_tokens, output_tokens, seed, warmup))
+        number = self._loads if seed is None else seed
+        self.send(Plan(1, requests, concurrency, prompt_tokens, output_tokens, number, warmup))
 
     def send(self, plan: Plan) -> None:
         """The same, of a plan."""
-        __tracebackhide__ = True  # what failed is the caller's line
+        __tracebackhide__ = True
         from .loadgen import run_load
 
-        outcome = run_load(plan.settings(self.url), lambda *_: None)
+        with _failing():
+            outcome = run_load(plan.settings(self.url), lambda *_: None)
         failed = [exchange for exchange in outcome.exchanges if not exchange.ok]
         if failed:
             pytest.fail(
                 f"{len(failed)} of {len(outcome.exchanges)} requests failed: {failed[0].error} {failed[0].said}"
             )
+        self._loads += 1
         self._ids = {exchange.request_id for exchange in outcome.exchanges}
 
     def requests(self) -> list[RequestRecord]:
         """The records of the last load."""
-        __tracebackhide__ = True  # what failed is the caller's line
+        __tracebackhide__ = True
         from .store import load
 
         until = time.monotonic() + STORED_S
@@ -74,36 +83,64 @@ class Measured:
             if len(found) >= len(self._ids):
                 return found
             if time.monotonic() > until:
-                pytest.fail(f"{self.store} has {len(found)} of {len(self._ids)} requests: is the server recorded?")
+                pytest.fail(
+                    f"{self.store} has {len(found)} of {len(self._ids)} requests: is stagetrace installed where the "
+                    "server is?"
+                )
             time.sleep(0.2)
 
     def assert_stage(self, key: str, **limits_ms: float) -> None:
         """Fail if a percentile of a stage or timer is above its limit: ``assert_stage("prefill", p95_ms=120)``."""
-        __tracebackhide__ = True  # what failed is the caller's line
+        __tracebackhide__ = True
         from .gate.runs import times_of
         from .gate.settings import NAMES
         from .stats import percentile
 
-        if key not in NAMES:
-            raise ValueError(f"{key}: no timer or stage; there are: {', '.join(sorted(NAMES))}")
-        if not limits_ms:
-            raise ValueError(f"assert_stage({key!r}): give a limit, such as p95_ms=120")
+        quantiles = _checked(key, limits_ms, NAMES)
         if not self._ids:
-            raise ValueError("assert_stage: nothing was sent yet; call load() first")
-        records = self.requests()
-        values = [ms for record in records if (ms := times_of(record).get(NAMES[key].key)) is not None]
-        if not values:
-            states = sorted(
-                {r.stage(key).state for r in records} if any(s.key == key for s in records[0].stages) else ()
+            pytest.fail("assert_stage: nothing was sent yet; call load() first")
+        known = [(ms, r) for r in self.requests() if (ms := times_of(r).get(NAMES[key].key)) is not None]
+        if not known:
+            states = {row.state for r in self.requests() for row in r.stages if row.key == key}
+            pytest.fail(f"{key} has no time in any of {len(self._ids)} requests {', '.join(sorted(states))}")
+        values = [ms for ms, _ in known]
+        seen = {name: percentile(values, q) or 0.0 for name, q in quantiles.items()}
+        broken = [
+            f"{name.removesuffix('_ms')} is {seen[name]:.2f} ms, {most:g} ms at most"
+            for name, most in limits_ms.items()
+            if seen[name] > most
+        ]
+        if broken:
+            ms, longest = max(known, key=lambda each: each[0])
+            pytest.fail(
+                f"{key}: {'; '.join(broken)}; over {len(values)} requests, the longest {ms:.2f} ms: "
+                f"stagetrace stages {self.store} --request {longest.request_id}"
             )
-            pytest.fail(f"{key} has no time in any of {len(records)} requests {', '.join(states)}")
-        for name, most in limits_ms.items():
-            match = _LIMIT.fullmatch(name)
-            if match is None:
-                raise ValueError(f"{name}: write a limit as p95_ms=120")
-            seen = percentile(values, float(match[1])) or 0.0
-            if seen > most:
-                pytest.fail(f"{key}: p{match[1]} is {seen:.2f} ms over {len(values)} requests, {most:g} ms at most")
+
+
+def _checked(key: str, limits_ms: dict[str, float], names: Collection[str]) -> dict[str, float]:
+    """The percentile of each limit; fails the test where it asks for something there is not."""
+    __tracebackhide__ = True
+    if key not in names:
+        pytest.fail(f"{key}: no timer or stage; there are: {', '.join(sorted(names))}")
+    if not limits_ms:
+        pytest.fail(f"assert_stage({key!r}): give a limit, such as p95_ms=120")
+    matches = {name: _LIMIT.fullmatch(name) for name in limits_ms}
+    strange = [name for name, match in matches.items() if match is None]
+    if strange:
+        pytest.fail(f"{strange[0]}: write a limit as p95_ms=120")
+    return {name: float(match[1]) for name, match in matches.items() if match}
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """What cannot be done fails the test, in one line, as the command would say it."""
+    from .faults import Fault
+
+    try:
+        yield
+    except Fault as fault:
+        pytest.fail(str(fault), pytrace=False)
 
 
 @pytest.fixture(scope="session")
@@ -117,12 +154,14 @@ def stagetrace_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
     with ExitStack() as stack:
 
         def start(command: str) -> Measured:
+            __tracebackhide__ = True
             if command not in known:
-                parsed = parse_command(command)
-                words, port = parsed.with_port()
-                store = folder / f"server-{len(known) + 1}.db"
-                served = Served(words, port, store, store.with_suffix(".log"), parsed.environment)
-                known[command] = Measured(stack.enter_context(served))
+                with _failing():
+                    parsed = parse_command(command)
+                    words, port = parsed.with_port()
+                    store = folder / f"server-{len(known) + 1}.db"
+                    served = Served(words, port, store, store.with_suffix(".log"), parsed.environment)
+                    known[command] = Measured(stack.enter_context(served))
             return known[command]
 
         yield start

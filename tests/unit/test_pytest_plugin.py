@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -57,21 +60,61 @@ def test_a_stage_within_its_limits(measured: Measured) -> None:
 
 
 def test_a_stage_beyond_its_limit(measured: Measured) -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"prefill: p50 is 10.50 ms over 20 requests, 10 ms at most"):
-        measured.assert_stage("prefill", p50_ms=10)
+    with pytest.raises(pytest.fail.Exception, match=r"prefill: p50 is 10.50 ms, 10 ms at most; over 20 requests"):
+        measured.assert_stage("prefill", p50_ms=10, p95_ms=60)
+    (longest,) = [r.request_id for r in measured.requests() if r.stage("prefill").duration_ms == 20.0]
+    both = (
+        rf"p50 is 10.50 ms, 1 ms at most; p95 is 19.05 ms, 2 ms at most; .* longest 20.00 ms: .* --request {longest}$"
+    )
+    with pytest.raises(pytest.fail.Exception, match=both):
+        measured.assert_stage("prefill", p50_ms=1, p95_ms=2)
     with pytest.raises(pytest.fail.Exception, match="embedding has no time in any of 20 requests fused"):
         measured.assert_stage("embedding", p50_ms=10)
 
 
 def test_what_cannot_be_asserted(measured: Measured) -> None:
-    with pytest.raises(ValueError, match="warp: no timer or stage"):
+    failed = pytest.fail.Exception
+    with pytest.raises(failed, match="warp: no timer or stage"):
         measured.assert_stage("warp", p50_ms=1)
-    with pytest.raises(ValueError, match="give a limit"):
+    with pytest.raises(failed, match="give a limit"):
         measured.assert_stage("prefill")
-    with pytest.raises(ValueError, match="write a limit as"):
+    with pytest.raises(failed, match="write a limit as"):
         measured.assert_stage("prefill", most=1)
-    with pytest.raises(ValueError, match="nothing was sent yet"):
+    with pytest.raises(failed, match="nothing was sent yet"):
         Measured(Server(measured.url, measured.store)).assert_stage("prefill", p50_ms=1)  # type: ignore[arg-type]
+
+
+def test_each_load_has_prompts_of_its_own_unless_told(tmp_path: Path) -> None:
+    """Those of a load before would be found in the prefix cache."""
+    with serving(Fake()) as fake:
+        here = Measured(Server(fake.url, tmp_path / "s.db"))  # type: ignore[arg-type]
+        sent = []
+        for seed in (None, None, 7, 7):
+            already = len(fake.asked)
+            here.load(requests=3, output_tokens="1", prompt_tokens="50", warmup=1, seed=seed)
+            sent.append(set(fake.texts()[already:][-3:]))
+    assert not sent[0] & sent[1] and not sent[1] & sent[2] and sent[2] == sent[3]
+
+
+def test_a_failure_shows_the_line_of_the_test_and_none_of_ours(tmp_path: Path) -> None:
+    tests = """
+        from stagetrace.pytest_plugin import Measured
+        def test_too_early():
+            class Server: url, store = "http://127.0.0.1:1", "s.db"
+            Measured(Server()).assert_stage("prefill", p95_ms=120)
+        def test_nobody_there():
+            class Server: url, store = "http://127.0.0.1:1", "s.db"
+            Measured(Server()).load(prompt_tokens="many")
+        def test_no_program(stagetrace_server):
+            stagetrace_server("no-such-program --port {port}")
+    """
+    (tmp_path / "test_latency.py").write_text(textwrap.dedent(tests))
+    done = subprocess.run([sys.executable, "-m", "pytest"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    text = done.stdout
+    assert done.returncode == 1 and "3 failed" in text, text
+    assert "pytest_plugin.py" not in text.partition("short test summary")[0], text
+    assert 'assert_stage("prefill", p95_ms=120)' in text and "nothing was sent yet; call load() first" in text
+    assert "not a mix" in text and "no program no-such-program" in text
 
 
 def test_requests_that_are_not_recorded(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +122,7 @@ def test_requests_that_are_not_recorded(measured: Measured, monkeypatch: pytest.
     with serving(Fake()) as fake:
         other = Measured(Server(fake.url, measured.store))  # type: ignore[arg-type]
         other.send(Plan(requests=2, output_tokens="1", prompt_tokens="50", warmup=1))
-    with pytest.raises(pytest.fail.Exception, match="has 0 of 2 requests: is the server recorded"):
+    with pytest.raises(pytest.fail.Exception, match="has 0 of 2 requests: is stagetrace installed where"):
         other.assert_stage("prefill", p50_ms=1)
     with (
         serving(Fake(refused=frozenset({1}))) as fake,

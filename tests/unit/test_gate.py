@@ -160,7 +160,9 @@ def test_too_noisy_is_inconclusive_and_says_what_would_do(stagetrace: Cli, store
 def test_one_run_a_side_is_inconclusive(stagetrace: Cli, stores: Callable[..., Any]) -> None:
     before, after = stores({"prefill": 3.0}, runs=1)
     code, out, _ = stagetrace("gate", "--baseline", *before, "--current", *after)
-    assert code == 3 and "5 runs a side would decide" in out
+    too_few = "too few to know how far runs vary; begin with 5 a side"
+    assert code == 3 and out.splitlines()[-1] == f"INCONCLUSIVE: 1 run a side: {too_few}"
+    assert too_few in stagetrace("gate", "--baseline", *before, "--current", *after, "--junit", "-")[1]
 
 
 def test_reports_for_machines(stagetrace: Cli, stores: Callable[..., Any], tmp_path: Path) -> None:

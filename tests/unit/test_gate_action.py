@@ -79,6 +79,8 @@ def test_nothing_changed(job: Job, stores: Callable[..., Any]) -> None:
     code, outputs, printed = job(baseline="a*.db", current="b*.db", arguments="--budget\nttft_p95 <= 10s\n")
     assert (code, outputs["verdict"]) == (0, "PASS"), printed
     assert "budget ttft_p95 <= 10s" in printed
+    code, outputs, printed = job(baseline="a*.db", current="b*.db", arguments="--json")
+    assert (code, outputs["verdict"]) == (0, "PASS") and '"verdict": "PASS"' in printed
 
 
 def test_one_job_may_compare_several_pairs(job: Job, stores: Callable[..., Any]) -> None:
@@ -103,6 +105,9 @@ def test_unusable_input_is_neither(job: Job) -> None:
     code, outputs, printed = job(baseline="gone.json", current="gone.db")
     assert (code, outputs["verdict"]) == (2, "") and "gone.json: No such file" in printed
     assert not Path(outputs["junit"]).exists()
+    assert "gone.json: No such file" in job.summary.read_text()
+    code, _, printed = job(baseline="base.json")
+    assert code == 2 and "give command-a and command-b, or baseline and current" in printed
     code, _, printed = job(command_a="'$(touch injected)' --port {port}", command_b="x --port {port}")
     assert code == 2 and "no program $(touch injected)" in printed
     assert not (job.temp.parent / "injected").exists()

@@ -9,9 +9,10 @@ from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from .compare import BudgetRow, Report, Row
-from .decide import BETA, FAIL, FALSE_ALARMS, INCONCLUSIVE, PASS
+from .decide import BETA, FAIL, FALSE_ALARMS, FEWEST_RUNS, INCONCLUSIVE, PASS, USUAL_RUNS
 
 SCHEMA = 1
+_TOO_FEW = f"too few to know how far runs vary; begin with {USUAL_RUNS} a side"
 #: A slowdown beyond this share is no figure of use.
 _HUGE = 9.0
 #: What no XML may contain, escaped or not.
@@ -22,9 +23,8 @@ _MARKS = re.compile(r"[\\`*\[\]|]")
 
 def headline(report: Report) -> str:
     """The verdict and its reason, in one sentence."""
-    runs = (
-        f"{report.runs[0]} and {report.runs[1]} runs" if len(set(report.runs)) > 1 else f"{report.runs[0]} runs a side"
-    )
+    one, other = report.runs
+    runs = f"{one} and {other} runs" if one != other else f"{one} run{'s' * (one > 1)} a side"
     broken = [row for row in report.budgets if row.verdict == FAIL]
     if report.verdict == FAIL and report.culprit is not None:
         row = report.culprit
@@ -35,14 +35,21 @@ def headline(report: Report) -> str:
     seen = _could_have_seen(report)
     if report.verdict == PASS:
         return f"PASS: no stage is slower by an effect of interest, over {runs}{seen}"
-    open_ = [row.measure.title for row in report.rows if row.outcome.verdict == INCONCLUSIVE]
-    open_ += [row.budget.text for row in report.budgets if row.verdict == INCONCLUSIVE]
+    if min(report.runs) < FEWEST_RUNS:
+        return f"INCONCLUSIVE: {runs}: {_TOO_FEW}"
     needed = (
         f"{report.runs_needed} runs a side would decide"
         if report.runs_needed
         else "No practical number of runs would decide: it takes a quieter machine, or larger effects of interest"
     )
-    return f"INCONCLUSIVE: {runs} cannot tell for {', '.join(open_)}{seen}. {needed}"
+    return f"INCONCLUSIVE: {runs} cannot tell for {_undecided(report)}{seen}. {needed}"
+
+
+def _undecided(report: Report) -> str:
+    open_ = [row.measure.title for row in report.rows if row.outcome.verdict == INCONCLUSIVE]
+    if len(open_) == len(report.rows):
+        open_ = ["any timer or stage"]
+    return ", ".join([*open_, *(row.budget.text for row in report.budgets if row.verdict == INCONCLUSIVE)])
 
 
 def _could_have_seen(report: Report) -> str:
@@ -179,7 +186,9 @@ def row_words(row: Row) -> str:
     words = f"{row.measure.title}: {change}"
     if found.noise is not None:
         words += f", runs vary by {_percent(found.noise)}"
-    if outcome.verdict == INCONCLUSIVE:
+    if outcome.verdict == INCONCLUSIVE and min(found.runs) < FEWEST_RUNS:
+        words += f"; {_TOO_FEW}"
+    elif outcome.verdict == INCONCLUSIVE:
         needed = outcome.runs_needed
         words += f"; {needed} runs a side would decide" if needed else "; no practical number of runs would decide"
     return words

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from .gate.ab import Plan
     from .model import RequestRecord
     from .serve import Served
@@ -143,13 +145,12 @@ def _failing() -> Iterator[None]:
         pytest.fail(str(fault), pytrace=False)
 
 
-@pytest.fixture(scope="session")
-def stagetrace_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Measured]]:
-    """Start a server by its command line, once in a session; it is ended with the session."""
+@contextmanager
+def servers(folder: Path) -> Iterator[Callable[[str], Measured]]:
+    """What starts a server by its command line, once each; stores and logs are in ``folder``. They end with it."""
     from .gate.ab import parse_command
     from .serve import Served
 
-    folder = tmp_path_factory.mktemp("stagetrace")
     known: dict[str, Measured] = {}
     with ExitStack() as stack:
 
@@ -164,4 +165,11 @@ def stagetrace_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
                     known[command] = Measured(stack.enter_context(served))
             return known[command]
 
+        yield start
+
+
+@pytest.fixture(scope="session")
+def stagetrace_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Measured]]:
+    """Start a server by its command line, once in a session; it is ended with the session."""
+    with servers(tmp_path_factory.mktemp("stagetrace")) as start:
         yield start

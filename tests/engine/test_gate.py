@@ -6,7 +6,9 @@ cannot hide.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from stagetrace.gate.decide import FAIL
 from stagetrace.gate.match import match
 from stagetrace.gate.runs import Run, runs_of_store
 from stagetrace.gate.settings import Wishes
-from stagetrace.pytest_plugin import Measured
+from stagetrace.pytest_plugin import Measured, servers
+from tests.faults.plugin.stagetrace_faults import control
 from tests.faults.plugin.stagetrace_faults.control import Fault
-from tests.faults.server import FaultyServer, serve
+from tests.faults.server import PLUGIN
 
 #: Shorter than a block of the prefix cache: the same prompts again are computed again.
 PLAN = Plan(runs=4, requests=5, prompt_tokens="60", output_tokens="8", warmup=1)
@@ -29,38 +32,50 @@ FAULTS = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Inject:
+    """Writes the file that the server looks at."""
+
+    path: Path
+
+    def __call__(self, fault: Fault | None) -> None:
+        control.write(self.path, fault)
+
+
 @pytest.fixture(scope="module")
-def server(engine: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyServer]:
-    with serve(engine, model, tmp_path_factory.mktemp("gate")) as live:
-        for tokens in (1, 2, 20, 2):
-            live.send("warm", 60, tokens)
+def inject(tmp_path_factory: pytest.TempPathFactory) -> Inject:
+    """Delays what the server is sent from now on."""
+    path = tmp_path_factory.mktemp("faults") / "faults.json"
+    control.write(path, None)
+    return Inject(path)
+
+
+@pytest.fixture(scope="module")
+def measured(engine: Any, model: Path, inject: Inject, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measured]:
+    """The server, started as the pytest plug-in does it, and seen through it."""
+    variables = {**engine.environment(), control.ENV: str(inject.path), "PYTHONPATH": str(PLUGIN)}
+    assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    with servers(tmp_path_factory.mktemp("gate")) as start:
+        live = start(f"{assigned} {shlex.join(engine.command(model, '{port}'))}")
+        for tokens in ("1", "2", "20", "2"):
+            live.load(requests=1, prompt_tokens="60", output_tokens=tokens, warmup=1)
         yield live
 
 
 @pytest.fixture(scope="module")
-def measured(server: FaultyServer) -> Measured:
-    """The plug-in's view of the same server."""
-
-    class Here:
-        url = f"http://127.0.0.1:{server.port}"
-        store = server.store
-
-    return Measured(Here())  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def runs(server: FaultyServer, measured: Measured) -> dict[str, list[Run]]:
+def runs(inject: Inject, measured: Measured) -> dict[str, list[Run]]:
     """Each side's runs, all of them interleaved: forth and back, so that what drifts meets all alike."""
     names: list[str] = []
     for number in range(PLAN.runs):
         for name in list(FAULTS) if number % 2 == 0 else list(FAULTS)[::-1]:
-            server.inject(FAULTS[name])
+            inject(FAULTS[name])
             measured.send(PLAN)
             names.append(name)
-    server.inject(None)
+    inject(None)
     measured.requests()
     found: dict[str, list[Run]] = {name: [] for name in FAULTS}
-    for name, run in zip(names, runs_of_store(server.store), strict=True):
+    # Those of the warm-up come first.
+    for name, run in zip(names, runs_of_store(measured.store)[-len(names) :], strict=True):
         found[name].append(run)
     return found
 
@@ -93,10 +108,10 @@ def test_the_runs_say_what_was_run(runs: dict[str, list[Run]]) -> None:
     assert all(not run.without and len(run.requests) == PLAN.requests for side in runs.values() for run in side)
 
 
-def test_a_stage_can_be_asserted(server: FaultyServer, measured: Measured, runs: dict[str, list[Run]]) -> None:
-    server.inject(FAULTS["prefill"])
+def test_a_stage_can_be_asserted(inject: Inject, measured: Measured, runs: dict[str, list[Run]]) -> None:
+    inject(FAULTS["prefill"])
     measured.send(PLAN)
-    server.inject(None)
+    inject(None)
     with pytest.raises(pytest.fail.Exception, match="prefill: p50 is 1"):
         measured.assert_stage("prefill", p50_ms=100)
     measured.assert_stage("prefill", p50_ms=60_000)

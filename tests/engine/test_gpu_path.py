@@ -142,7 +142,8 @@ def test_steps_are_where_the_device_had_them(live: Live) -> None:
         forward, head, sample = step.forward_ns, step.lm_head_ns, step.sample_ns
         assert forward and head and sample
         edges = [step.execute_ns[0], forward[0], forward[1], head[0], head[1], sample[0], sample[1]]
-        assert edges == sorted(edges) and forward[0] >= reached - 1000
+        # Each step's times are put on the host's clock for themselves: on a busy machine that is good to so much.
+        assert edges == sorted(edges) and forward[0] >= reached - 100_000
         assert sample[1] <= step.update_ns[0]
         assert min(head[1] - head[0], sample[1] - sample[0]) >= WORK_NS - 1000
         reached = sample[1]

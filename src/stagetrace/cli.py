@@ -12,6 +12,7 @@ import typer
 
 from . import commands
 from .faults import Fault
+from .terminal import plain, spare
 
 DEFAULT_STORE = Path("stagetrace.db")
 
@@ -209,7 +210,6 @@ def main() -> None:
     from .collect.sinks import ExportError
     from .session import SessionError
     from .store import StoreError
-    from .terminal import spare
 
     spare()
     try:
@@ -247,16 +247,5 @@ def _refuse(error: Exception) -> NoReturn:
 
 
 def _fail(line: str) -> NoReturn:
-    # What is echoed may be anything: an id of 30 kB, or bytes that a terminal would obey.
-    shown = "".join(c if c.isprintable() else _escaped(c) for c in " ".join(line.splitlines()))
-    print(f"stagetrace: {shown if len(shown) < 600 else shown[:600] + '…'}", file=sys.stderr)
+    print(f"stagetrace: {plain(line)}", file=sys.stderr)
     sys.exit(2)
-
-
-def _escaped(letter: str) -> str:
-    """As Python writes it; a byte that was no text, as that byte."""
-    return (
-        ascii(letter.encode("utf-8", "surrogateescape"))[2:-1]
-        if "\udc80" <= letter <= "\udcff"
-        else ascii(letter)[1:-1]
-    )

@@ -13,7 +13,8 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .model import RequestRecord
     from .serve import Served
 
+T = TypeVar("T")
 #: What was answered is in the store this soon, on the slowest machine.
 STORED_S = 30.0
 _LIMIT = re.compile(r"p(\d{1,2}(?:\.\d+)?)_ms")
@@ -36,7 +38,7 @@ class Measured:
         self.url = served.url
         self.store = served.store
         self._ids: set[str] = set()
-        self._loads = 0
+        self._seeds: set[int] = set()
 
     def load(
         self,
@@ -55,22 +57,21 @@ class Measured:
         __tracebackhide__ = True  # what failed is the caller's line
         from .gate.ab import Plan
 
-        number = self._loads if seed is None else seed
-        self.send(Plan(1, requests, concurrency, prompt_tokens, output_tokens, number, warmup))
+        fresh = next(number for number in count() if number not in self._seeds)
+        self.send(Plan(1, requests, concurrency, prompt_tokens, output_tokens, fresh if seed is None else seed, warmup))
 
     def send(self, plan: Plan) -> None:
         """The same, of a plan."""
         __tracebackhide__ = True
         from .loadgen import run_load
 
-        with _failing():
-            outcome = run_load(plan.settings(self.url), lambda *_: None)
+        self._seeds.add(plan.seed)  # also if it comes to nothing: some of it may have been answered
+        outcome = _tried(lambda: run_load(plan.settings(self.url), lambda *_: None))
         failed = [exchange for exchange in outcome.exchanges if not exchange.ok]
         if failed:
             pytest.fail(
                 f"{len(failed)} of {len(outcome.exchanges)} requests failed: {failed[0].error} {failed[0].said}"
             )
-        self._loads += 1
         self._ids = {exchange.request_id for exchange in outcome.exchanges}
 
     def requests(self) -> list[RequestRecord]:
@@ -134,15 +135,16 @@ def _checked(key: str, limits_ms: dict[str, float], names: Collection[str]) -> d
     return {name: float(match[1]) for name, match in matches.items() if match}
 
 
-@contextmanager
-def _failing() -> Iterator[None]:
+def _tried(work: Callable[[], T]) -> T:
     """What cannot be done fails the test, in one line, as the command would say it."""
+    __tracebackhide__ = True
     from .faults import Fault
 
     try:
-        yield
+        return work()
     except Fault as fault:
-        pytest.fail(str(fault), pytrace=False)
+        said = str(fault)
+    pytest.fail(said)
 
 
 @contextmanager
@@ -154,15 +156,17 @@ def servers(folder: Path) -> Iterator[Callable[[str], Measured]]:
     known: dict[str, Measured] = {}
     with ExitStack() as stack:
 
+        def started(command: str) -> Measured:
+            parsed = parse_command(command)
+            words, port = parsed.with_port()
+            store = folder / f"server-{len(known) + 1}.db"
+            served = Served(words, port, store, store.with_suffix(".log"), parsed.environment)
+            return Measured(stack.enter_context(served))
+
         def start(command: str) -> Measured:
             __tracebackhide__ = True
             if command not in known:
-                with _failing():
-                    parsed = parse_command(command)
-                    words, port = parsed.with_port()
-                    store = folder / f"server-{len(known) + 1}.db"
-                    served = Served(words, port, store, store.with_suffix(".log"), parsed.environment)
-                    known[command] = Measured(stack.enter_context(served))
+                known[command] = _tried(lambda: started(command))
             return known[command]
 
         yield start

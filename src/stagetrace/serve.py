@@ -29,28 +29,29 @@ _PR_SET_PDEATHSIG = 1
 _PATH, _NO_SUCH_PATH = "/v1/models", 404
 #: One that wants a key is there, too; what has none to send is then told so at once.
 _ANSWERS = (200, 401, 403)
-#: How many ports below those of outgoing connections are chosen from, and where ports for everybody begin.
-_PORTS = 10_000
-_UNPRIVILEGED = 1024
+_GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
+#: So many ports are chosen from, a tenth of it at least; where ports for everybody begin.
+_ENOUGH, _UNPRIVILEGED = 10_000, 1024
 
 
 def free_port() -> int:
-    """A loopback port nobody listens on, and that no outgoing connection is given before the server has it."""
-    lowest = _lowest_handed_out()
+    """A loopback port nobody listens on. No outgoing connection is given it first, if the system leaves any such."""
+    ports = _ports()
     for _ in range(100):
-        port = lowest - 1 - secrets.randbelow(_PORTS)
+        port = secrets.choice(ports)
         if port_is_free(port):
             return port
-    raise Fault(f"no free port on {HOST} from {lowest - _PORTS} to {lowest - 1}; end what listens there")
+    raise Fault(f"no free port on {HOST} from {ports[0]} to {ports[-1]}; end what listens there")
 
 
-def _lowest_handed_out() -> int:
-    """Where the kernel's ports for outgoing connections begin (32768 unless somebody changed it)."""
-    with contextlib.suppress(OSError, ValueError):
-        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-        if lowest - _PORTS > _UNPRIVILEGED:
-            return lowest
-    return 32768
+def _ports() -> range:
+    """Those below or above what the kernel gives to outgoing connections, whichever are enough."""
+    try:
+        first, last = map(int, _GIVEN_OUT.read_text().split())
+    except (OSError, ValueError):
+        first, last = 32768, 60999  # Linux's own choice
+    below, above = range(max(_UNPRIVILEGED, first - _ENOUGH), first), range(last + 1, 1 << 16)
+    return next((ports for ports in (below, above) if len(ports) >= _ENOUGH // 10), range(_UNPRIVILEGED, 1 << 16))
 
 
 def port_is_free(port: int) -> bool:
@@ -137,7 +138,7 @@ class Served:
             while self._process.poll() is None and time.monotonic() < until:
                 # More than once: an engine that is being started may miss the first, and then serve for ever.
                 self._process.send_signal(signal.SIGTERM)
-                again = time.monotonic() + TOLD_AGAIN_S
+                again = min(until, time.monotonic() + TOLD_AGAIN_S)
                 while self._process.poll() is None and time.monotonic() < again:
                     self.tick("ending")
                     time.sleep(0.1)

@@ -6,6 +6,7 @@ import codecs
 import sys
 from io import TextIOWrapper
 
+_LONGEST = 600
 _NEAREST = str.maketrans(
     {
         "—": "-",
@@ -26,6 +27,21 @@ def spare() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="stagetrace")
+
+
+def plain(line: str) -> str:
+    """One line that a terminal can be sent: what is echoed may be an id of 30 kB, or bytes that it would obey."""
+    shown = "".join(c if c.isprintable() else _escaped(c) for c in " ".join(line.splitlines()))
+    return shown if len(shown) < _LONGEST else shown[:_LONGEST] + "…"
+
+
+def _escaped(letter: str) -> str:
+    """As Python writes it; a byte that was no text, as that byte."""
+    return (
+        ascii(letter.encode("utf-8", "surrogateescape"))[2:-1]
+        if "\udc80" <= letter <= "\udcff"
+        else ascii(letter)[1:-1]
+    )
 
 
 def _nearest(error: UnicodeError) -> tuple[str, int]:

@@ -53,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--delayed", type=int, default=5, metavar="N", help="runs of each delayed server (5)")
     made.add_argument("--hours", type=float, default=2.0, metavar="H", help="spread the tries over this time (2)")
     made.add_argument("--requests", type=int, default=40, metavar="N", help="requests in a run (40)")
-    made.add_argument("--steady", type=int, default=0, metavar="N", help="N loads on one server, and N on it delayed")
+    made.add_argument(
+        "--steady", type=int, default=0, metavar="N", help="on one server, 2 N loads, and N for each stage delayed"
+    )
     made.add_argument("--comparisons", type=int, default=500, metavar="N", help="to draw for each row (500)")
     made.add_argument("--markdown", type=Path, metavar="OUT", help="write what was found to OUT as a page")
     return made

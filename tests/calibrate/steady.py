@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from stagetrace.faults import Fault as Unusable
 from stagetrace.gate.ab import Plan, order
 from stagetrace.gate.runs import Run, runs_of_store
 from stagetrace.pytest_plugin import Measured
@@ -46,6 +47,8 @@ def make(engine: Any, folder: Path, loads: int, plan: Plan, console: Console) ->
         part.rename(made)
     # The first loads warmed it up, and said how long the stages take.
     runs = runs_of_store(made / "store.db")
+    if len(runs) != BEFORE + len(_in_turn(loads)):
+        raise Unusable(f"{made}: holds {len(runs)} loads, not those of --steady {loads}; remove it to begin anew")
     sides: dict[str | None, list[Run]] = {side: [] for side in SIDES}
     for side, run in zip(_in_turn(loads), runs[BEFORE:], strict=True):
         sides[SIDES[side]].append(run)

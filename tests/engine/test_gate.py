@@ -26,6 +26,7 @@ from tests.faults.plugin.stagetrace_faults.control import Fault
 from tests.faults.server import PLUGIN
 
 #: Shorter than a block of the prefix cache: the same prompts again are computed again.
+WARM_UP = 4
 PLAN = Plan(runs=4, requests=5, prompt_tokens="60", output_tokens="8", warmup=1)
 FAULTS = {
     "before": None, "same": None, "prefill": Fault("prefill", 120.0), "decode": Fault("decode", 25.0),
@@ -57,7 +58,7 @@ def measured(engine: Any, model: Path, inject: Inject, tmp_path_factory: pytest.
     assigned = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     with servers(tmp_path_factory.mktemp("gate")) as start:
         live = start(f"{assigned} {shlex.join(engine.command(model, '{port}'))}")
-        for tokens in ("1", "2", "20", "2"):
+        for tokens in ("1", "2", "20", "2")[:WARM_UP]:
             live.load(requests=1, prompt_tokens="60", output_tokens=tokens, warmup=1)
         yield live
 
@@ -74,8 +75,7 @@ def runs(inject: Inject, measured: Measured) -> dict[str, list[Run]]:
     inject(None)
     measured.requests()
     found: dict[str, list[Run]] = {name: [] for name in FAULTS}
-    # Those of the warm-up come first.
-    for name, run in zip(names, runs_of_store(measured.store)[-len(names) :], strict=True):
+    for name, run in zip(names, runs_of_store(measured.store)[WARM_UP:], strict=True):
         found[name].append(run)
     return found
 

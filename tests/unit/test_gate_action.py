@@ -79,7 +79,7 @@ def test_nothing_changed(job: Job, stores: Callable[..., Any]) -> None:
     code, outputs, printed = job(baseline="a*.db", current="b*.db", arguments="--budget\nttft_p95 <= 10s\n")
     assert (code, outputs["verdict"]) == (0, "PASS"), printed
     assert "budget ttft_p95 <= 10s" in printed
-    code, outputs, printed = job(baseline="a*.db", current="b*.db", arguments="--json")
+    code, outputs, printed = job(baseline="a*.db", current="b*.db", arguments="--json\n--markdown\ncomment.md")
     assert (code, outputs["verdict"]) == (0, "PASS") and '"verdict": "PASS"' in printed
 
 

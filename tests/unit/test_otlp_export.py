@@ -283,7 +283,7 @@ class dead:
 
 
 @pytest.mark.parametrize(("place", "protocol"), [*endpoints()])
-def test_a_bad_endpoint_costs_traces_which_are_counted_and_three_seconds(
+def test_a_bad_endpoint_costs_traces_which_are_counted_and_is_given_up(
     place: Place, protocol: str, records: list[RequestRecord], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")

@@ -88,7 +88,7 @@ def test_sampling_is_for_the_export_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
-def test_an_endpoint_that_hangs_keeps_the_exit_code_and_three_seconds(
+def test_an_endpoint_that_hangs_keeps_the_exit_code_and_is_given_up(
     protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)

@@ -89,11 +89,19 @@ def test_each_load_has_prompts_of_its_own_unless_told(tmp_path: Path) -> None:
     with serving(Fake()) as fake:
         here = Measured(Server(fake.url, tmp_path / "s.db"))  # type: ignore[arg-type]
         sent = []
-        for seed in (None, None, 7, 7):
+        for seed in (None, None, 2, 2, None):
             already = len(fake.asked)
             here.load(requests=3, output_tokens="1", prompt_tokens="50", warmup=1, seed=seed)
             sent.append(set(fake.texts()[already:][-3:]))
-    assert not sent[0] & sent[1] and not sent[1] & sent[2] and sent[2] == sent[3]
+        assert sent[2] == sent[3] and len(sent[0] | sent[1] | sent[2] | sent[4]) == 12
+    with serving(Fake(refused=frozenset({1}))) as fake:
+        here = Measured(Server(fake.url, tmp_path / "s.db"))  # type: ignore[arg-type]
+        with pytest.raises(pytest.fail.Exception, match="1 of 3 requests failed"):
+            here.load(requests=3, output_tokens="1", prompt_tokens="50", warmup=1)
+        failed = set(fake.texts())
+        fake.refused = frozenset()
+        here.load(requests=3, output_tokens="1", prompt_tokens="50", warmup=1)
+        assert not failed & set(fake.texts()[-3:]), "what failed may be in the cache in part"
 
 
 def test_a_failure_shows_the_line_of_the_test_and_none_of_ours(tmp_path: Path) -> None:
@@ -114,7 +122,8 @@ def test_a_failure_shows_the_line_of_the_test_and_none_of_ours(tmp_path: Path) -
     assert done.returncode == 1 and "3 failed" in text, text
     assert "pytest_plugin.py" not in text.partition("short test summary")[0], text
     assert 'assert_stage("prefill", p95_ms=120)' in text and "nothing was sent yet; call load() first" in text
-    assert "not a mix" in text and "no program no-such-program" in text
+    assert "not a mix" in text and 'load(prompt_tokens="many")' in text
+    assert "no program no-such-program" in text and 'stagetrace_server("no-such-program' in text
 
 
 def test_requests_that_are_not_recorded(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:

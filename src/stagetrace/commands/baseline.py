@@ -23,6 +23,7 @@ def baseline(files: Files, out: Out = None) -> None:
     from ..faults import Fault
     from ..gate.baseline import read_runs, write_baseline
     from ..gate.match import each_once, unlike
+    from ..terminal import plain
 
     if out is None:
         raise Fault("baseline: name the file to write: -o BASE.json")
@@ -33,4 +34,4 @@ def baseline(files: Files, out: Out = None) -> None:
     size = f" ({out.stat().st_size / 1024:,.0f} KiB)" if out.is_file() else ""
     typer.echo(f"{len(runs)} run{'s' * (len(runs) > 1)} with {requests} requests in {out}{size}", err=True)
     if how := unlike(runs):
-        typer.echo(f"stagetrace: {how}: the gate will refuse this baseline, but for --allow FIELD", err=True)
+        typer.echo(f"stagetrace: {plain(how)}: the gate will refuse this baseline, but for --allow FIELD", err=True)

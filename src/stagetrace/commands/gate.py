@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -24,7 +24,6 @@ from ..faults import Fault
 if TYPE_CHECKING:
     from ..gate.compare import Report
     from ..gate.match import Sides
-    from ..gate.runs import Run
     from ..gate.settings import Wishes
 
 INTERNAL = 70
@@ -200,21 +199,30 @@ def _served(commands: tuple[str, str], plan: tuple[Any, ...], stores: Path | Non
                 told.add(run)
                 typer.echo(f"stagetrace: {run}", err=True)
 
-        def comparable(sides: Sequence[Sequence[Run]]) -> Sides:
-            return match(sides[0], sides[1], allow, settings=False)
-
+        there: list[Sides] = []
+        made = not folder.exists()
         try:
-            return comparable(measure(parsed, Plan(*plan), folder, tick, comparable))
+            measure(
+                parsed, Plan(*plan), folder, tick,
+                lambda sides: there.append(match(sides[0], sides[1], allow, settings=False)),
+            )  # fmt: skip
+        except (KeyboardInterrupt, SystemExit):
+            progress.stop()
+            if there:
+                typer.echo(f"stagetrace: what is whole can be judged: {_again(folder, there[-1])}", err=True)
+            raise
         finally:
             progress.stop()
-            if folder.is_dir():
-                typer.echo(f"stagetrace: the runs are in {folder} (again: {_again(folder)})", err=True)
+            if made and folder.is_dir():
+                typer.echo(f"stagetrace: the runs are in {folder}", err=True)
+    return there[-1]
 
 
-def _again(folder: Path) -> str:
-    """How to judge what is there, also where it is not all."""
+def _again(folder: Path, sides: Sides) -> str:
+    """The command that judges the runs in it: settings that differ on purpose have to be allowed there."""
     files = [shlex.quote(f"{folder}/") + f"*-{side}.db" for side in "ab"]
-    return f"stagetrace gate --baseline {files[0]} --current {files[1]}"
+    allowing = [f"--allow {line.partition(' ')[0]}" for line in sides.differ]
+    return " ".join(["stagetrace gate --baseline", files[0], "--current", files[1], *allowing])
 
 
 def _judged(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import shutil
@@ -107,21 +108,33 @@ def measure(
         name = f"run {number + 1} of {len(in_turn)} ({ascii_uppercase[side]})"
         done = number * (plan.requests + 1)
         store = folder / f"{number + 1:02d}-{ascii_lowercase[side]}.db"
-        _one(commands[side], plan, store, name, partial(_ticked, tick, done, steps))
-        sides[side].extend(_recorded(store, name, commands[side]))
+        try:
+            _one(commands[side], plan, store, name, partial(_ticked, tick, done, steps))
+            sides[side].extend(_recorded(store, name, commands[side]))
+        except BaseException:
+            _set_aside(store)
+            raise
         if all(sides):
             check(sides)
     return sides
 
 
 def _recorded(store: Path, name: str, command: Command) -> list[Run]:
-    try:
-        return runs_of_store(store)
-    except NothingRecorded:
-        raise Fault(
-            f"{name}: it answered, but nothing was recorded: is stagetrace installed where {command.words[0]} is? "
-            f"`stagetrace doctor` there says; the server's log is {store.with_suffix('.log')}"
-        ) from None
+    with contextlib.suppress(NothingRecorded):
+        if store.exists():
+            return runs_of_store(store)
+    raise Fault(
+        f"{name}: it answered, but nothing was recorded: is stagetrace installed where {command.words[0]} is? "
+        f"`stagetrace doctor` there says; the server's log is {store.with_suffix('.log')}"
+    )
+
+
+def _set_aside(store: Path) -> None:
+    """A run that is not whole: what lies there under a run's name may be judged, also after an interruption."""
+    part = store.with_suffix(".part")
+    for file in ("-wal", "-shm", "-lock", ""):
+        with contextlib.suppress(OSError):
+            Path(f"{store}{file}").rename(f"{part}{file}")
 
 
 def _ticked(tick: Tick, done: int, steps: int, said: str, more: int) -> None:
@@ -143,9 +156,7 @@ def _one(command: Command, plan: Plan, store: Path, name: str, tick: Callable[[s
         seconds = time.monotonic() - began.setdefault(phase, time.monotonic())
         tick(f"{name}: {phase}, {seconds:.0f} s", 0 if phase == "starting" else plan.requests)
 
-    # Under its own name when it is whole: what is there may be judged after an interruption.
-    part = store.with_suffix(".part")
-    with Served(words, port, part, log, command.environment, waits) as server:
+    with Served(words, port, store, log, command.environment, waits) as server:
         outcome = run_load(plan.settings(server.url), lambda done, *_: tick(f"{name}: load", 1 + done))
     if outcome.interrupted:
         raise KeyboardInterrupt
@@ -156,4 +167,3 @@ def _one(command: Command, plan: Plan, store: Path, name: str, tick: Callable[[s
             f"{name}: {len(failed)} of {len(outcome.exchanges)} requests failed ({failed[0].error}{said}); "
             f"the server's log is {log}"
         )
-    part.rename(store)

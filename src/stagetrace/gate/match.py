@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..faults import Fault
 from .measures import BY_KEY, MEASURES
 from .runs import ASKED, MOST_FAILED, SETTINGS, Run
@@ -30,11 +28,16 @@ _COMMON = 0.5
 
 @dataclass(frozen=True)
 class Sides:
-    """Two sides that may be compared. ``differ``: in words, what they do not have in common."""
+    """Two sides that may be compared.
+
+    ``differ``: in words, the field first, what they do not have in common; ``failed``: runs in which some
+    requests were not answered.
+    """
 
     baseline: Sequence[Run]
     current: Sequence[Run]
     differ: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
     @property
     def runs(self) -> list[Run]:
@@ -76,7 +79,7 @@ def match(
         for run in (*baseline, *current)
         if run.failed
     ]
-    sides = Sides(baseline, current, [*(_changed(name, baseline[0], current[0]) for name in fields), *failed])
+    sides = Sides(baseline, current, [_changed(name, baseline[0], current[0]) for name in fields], failed)
     _stages_missing(sides)
     return sides
 
@@ -150,6 +153,8 @@ def _stages_missing(sides: Sides) -> None:
 
 def columns(sides: Sides) -> dict[str, tuple[list[str], Array]]:
     """Measure → its prompts and their times in ms, runs × prompts: those that every run has."""
+    import numpy as np  # not at the top: `stagetrace baseline` does without
+
     runs = sides.runs
     every = set().union(*(run.requests for run in runs))
     common = sorted(set(every).intersection(*(run.requests for run in runs)))

@@ -59,7 +59,7 @@ def _could_have_seen(report: Report) -> str:
     least = math.expm1(row.outcome.detectable)
     if least > _HUGE:
         return f"; {row.measure.title} could have been {_HUGE + 1:.0f} times as long unseen"
-    return f"; {_percent(least)} in any timer or large stage would have been caught ({row.measure.title} last)"
+    return f"; from {_percent(least)} on, any timer or large stage would have been caught ({row.measure.title} last)"
 
 
 def document(report: Report, code: int) -> dict[str, Any]:
@@ -75,6 +75,7 @@ def document(report: Report, code: int) -> dict[str, Any]:
         "false_alarms_at_most": FALSE_ALARMS if report.interleaved else None,
         "missed_at_most": BETA,
         "differ": report.sides.differ,
+        "not_answered": report.sides.failed,
         "measures": [_measure(row) for row in report.rows],
         "not_judged": report.unjudged,
         "budgets": [
@@ -155,6 +156,7 @@ def markdown(report: Report) -> str:
     icon = {PASS: "✅", FAIL: "❌", INCONCLUSIVE: "❔"}
     lines = [f"### stagetrace gate: {icon[report.verdict]} {report.verdict}", "", _cell(headline(report)) + ".", ""]
     lines += [f"* differs: {_cell(line)}" for line in report.sides.differ]
+    lines += [f"* {_cell(line)}" for line in report.sides.failed]
     lines += ["", f"<details{' open' if report.verdict == FAIL else ''}><summary>Timers and stages</summary>", ""]
     lines += [
         "| | verdict | baseline (ms) | change | change (ms) | noise | caught from |",

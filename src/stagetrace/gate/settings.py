@@ -25,7 +25,7 @@ LEAST_OF_TIMER = 0.0025
 RELATIVE = 0.05
 _UNITS_MS = {"us": 1e-3, "µs": 1e-3, "ms": 1.0, "s": 1e3}
 _TIME = r"(?P<value>\d+(?:\.\d+)?)\s*(?P<unit>us|µs|ms|s)"
-_BUDGET = re.compile(rf"\s*(?P<name>[a-z_0-9]+?)_p(?P<q>\d{{1,2}}(?:\.\d+)?)\s*<=\s*{_TIME}\s*")
+_BUDGET = re.compile(rf"\s*(?P<name>[a-z_0-9]+?)_p(?P<q>\d{{1,3}}(?:\.\d+)?)\s*<=\s*{_TIME}\s*")
 _EFFECT = re.compile(rf"\s*(?:(?P<percent>\d+(?:\.\d+)?)\s*%)?\s*,?\s*(?:{_TIME})?\s*")
 #: What people call the timers.
 NAMES = {**{measure.key: measure for measure in MEASURES}, **{

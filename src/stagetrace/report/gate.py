@@ -42,6 +42,7 @@ def _context(report: Report) -> Iterator[str]:
     )
     for line in report.sides.differ:
         yield f"differs: {line}"
+    yield from report.sides.failed
 
 
 def _table(report: Report) -> Table:

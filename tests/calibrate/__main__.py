@@ -32,13 +32,15 @@ from tests.faults.plugin.stagetrace_faults import control
 from tests.faults.plugin.stagetrace_faults.control import Fault
 
 from . import steady
-from .draws import STAGES, Found, draw, draw_as_asked, draw_from_two, noise
+from .draws import STAGES, Found, draw, draw_as_asked, in_a_row, noise
 
 PLUGIN = Path(__file__).parents[1] / "faults" / "plugin"
 SIZES = (5, 10, 20, 40)
 SLOWER = (0.10, 0.25)
 #: A delay is this share of its stage, or so many standard deviations of runs, whichever is more; known of so many runs.
 DELAY, DEVIATIONS, FEWEST = 0.25, 4.0, 30
+#: So many loads in a row are compared; runs that vary by no more are quiet.
+IN_A_ROW, QUIET = (5, 10, 15), 0.04
 #: Of the comparisons that could not tell, so many are made again with the runs they asked for.
 FOLLOWED = 100
 PROMPT_TOKENS, OUTPUT_TOKENS = "60,400", 60
@@ -190,19 +192,25 @@ def _page(bench: Bench, asked: argparse.Namespace, console: Console) -> tuple[li
 def _steady(found: steady.Steady, asked: argparse.Namespace, console: Console) -> tuple[list[str], bool]:
     """The same of loads on one server, and the real delays in it."""
     lines, kept = _drawn(found.pool, asked, console)
-    shares = "PASS / **FAIL** / INCONCLUSIVE in % (of the FAIL under the right stage)"
+    sizes = [runs for runs in IN_A_ROW if runs <= asked.steady]
+    heads = [*(f"{runs} runs a side" for runs in sizes), f"of those that varied by {QUIET:.0%} at most"]
     lines += [
         "",
-        f"Really delayed by {steady.SLOWER:.0%}, {asked.comparisons} comparisons drawn for each field: {shares}.",
+        f"Really delayed by {steady.SLOWER:.0%} of the stage's mean: every so many loads in a row. FAIL under the "
+        "right stage, and by how much runs varied in it (median).",
+        "",
+        f"| delayed | by (ms) | {' | '.join(heads)} |",
+        f"|---|--:|{'--:|' * (len(sizes) + 1)}",
     ]
-    sizes = [runs for runs in SIZES if 2 * runs <= asked.steady]
-    lines += ["", f"| delayed | by (ms) | seen (ms) | {' | '.join(f'{runs} runs a side' for runs in sizes)} |"]
-    lines += [f"|---|--:|--:|{'--:|' * len(sizes)}"]
-    rng, before = np.random.default_rng(1), noise(found.pool)
     for stage, after in found.delayed.items():
-        seen = noise(after)[stage][0] - before[stage][0]
-        drawn = [draw_from_two(found.pool, after, runs, asked.comparisons, rng, stage) for runs in sizes]
-        lines.append(f"| `{stage}` | {found.added_ms[stage]:.2f} | {seen:+.2f} | {' | '.join(map(_field, drawn))} |")
+        compared = [in_a_row(found.pool[::2], after, runs, stage) for runs in sizes]
+        quiet = [verdict for each in compared for spread, verdict in each.noise if spread <= QUIET]
+        cells = [
+            f"{each.named} of {each.comparisons} ({np.median([spread for spread, _ in each.noise]):.1%})"
+            for each in compared
+        ]
+        cells.append(f"{quiet.count(FAIL)} of {len(quiet)}")
+        lines.append(f"| `{stage}` | {found.added_ms[stage]:.2f} | {' | '.join(cells)} |")
     return [*_about(found.pool, asked, "one server"), *lines], kept
 
 
@@ -260,15 +268,15 @@ def _drawn(pool: list[Run], asked: argparse.Namespace, console: Console) -> tupl
         f"| put on top | {' | '.join(f'{runs} runs a side' for runs in sizes)} |",
         f"|---|{'--:|' * len(sizes)}",
     ]
-    kept, all_made = True, []
+    kept, first = True, []
     for stage, size in [(None, 0.0), *((stage, size) for stage in STAGES for size in SLOWER)]:
         made = [draw(pool, runs, asked.comparisons, rng, stage, size) for runs in sizes]
         lines.append(f"| {_top(made[0])} | {' | '.join(map(_field, made))} |")
         console.print(f"{_top(made[0])}: drawn", highlight=False)
-        all_made += made
+        first.append(made[0])
         if stage is None:
             kept = all(found.shares()[FAIL] <= FALSE_ALARMS for found in made)
-    return [*lines, *_as_asked(pool, all_made, rng)], kept
+    return [*lines, *_as_asked(pool, first, rng)], kept
 
 
 def _field(found: Found) -> str:

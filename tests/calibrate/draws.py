@@ -24,7 +24,8 @@ STAGES = ("tokenize", "admission", "prefill", "detokenize", "decode")
 class Found:
     """Verdicts on ``comparisons`` of ``runs`` a side; ``named``: those that failed for the right stage.
 
-    ``needed``: the runs a side that each INCONCLUSIVE one asked for, where any number would do.
+    ``needed``: the runs a side that each INCONCLUSIVE one asked for, where any number would do. ``noise``: of
+    each, by how much runs varied in the stage, and the verdict.
     """
 
     runs: int
@@ -33,6 +34,7 @@ class Found:
     verdicts: Counter[str] = field(default_factory=Counter)
     named: int = 0
     needed: list[int] = field(default_factory=list)
+    noise: list[tuple[float, str]] = field(default_factory=list)
 
     def add(self, sides: Sides) -> None:
         """Compare them, and count what is found."""
@@ -40,6 +42,9 @@ class Found:
         self.verdicts[report.verdict] += 1
         if report.verdict == INCONCLUSIVE and report.runs_needed is not None:
             self.needed.append(report.runs_needed)
+        row = next((row for row in report.rows if row.measure.key == self.stage), None)
+        if row is not None and row.judged.estimate.noise is not None:
+            self.noise.append((row.judged.estimate.noise, report.verdict))
         self.named += report.culprit is not None and report.culprit.measure.key == self.stage
 
     @property
@@ -71,13 +76,11 @@ def draw(
     return found
 
 
-def draw_from_two(
-    before: Sequence[Run], after: Sequence[Run], runs: int, comparisons: int, rng: np.random.Generator, stage: str
-) -> Found:
-    """The same out of runs that were made ``before``, and ``after`` in which ``stage`` really was slower."""
+def in_a_row(before: Sequence[Run], after: Sequence[Run], runs: int, stage: str) -> Found:
+    """Every ``runs`` in a row of two sides that were made in turn; ``stage`` really was slower ``after``."""
     found = Found(runs, stage, 0.0)
-    for _ in range(comparisons):
-        found.add(Sides(*([pool[index] for index in rng.choice(len(pool), runs, False)] for pool in (before, after))))
+    for first in range(len(after) - runs + 1):
+        found.add(Sides(before[first : first + runs], after[first : first + runs]))
     return found
 
 

@@ -25,7 +25,7 @@ from stagetrace.gate.decide import (
     overall,
 )  # fmt: skip
 from stagetrace.gate.estimate import Estimate, estimate, interleaved
-from tests.calibrate.draws import draw, noise
+from tests.calibrate.draws import draw, draw_as_asked, in_a_row, noise
 from tests.unit.simulated import Noise, abba, compared, judged, runs_of, times
 
 #: Of runs, their requests' part included, this comes to a coefficient of variation of just under 2 %.
@@ -233,3 +233,21 @@ def test_comparisons_drawn_from_runs() -> None:
     assert 0.005 < noise(pool)["prefill"][1] < 0.06
     with pytest.raises(ValueError, match="16 runs are too few"):
         draw(pool, 9, 1, rng)
+
+
+def test_the_runs_that_are_asked_for_decide() -> None:
+    """Planned for nine of ten, on runs that vary by too much for five a side to tell."""
+    before, after = runs_of(3, 30, Noise(0.04), prompts=20)
+    rng = np.random.default_rng(3)
+    first = draw([*before, *after], 5, 40, rng, "prefill", 0.10)
+    again = draw_as_asked([*before, *after], first, 20, rng)
+    assert first.verdicts[INCONCLUSIVE] == len(first.needed) > 20 and min(first.needed) > 5
+    assert again.comparisons == 20 and again.verdicts[INCONCLUSIVE] <= 4 and again.named == again.verdicts[FAIL] > 14
+
+
+def test_runs_in_a_row() -> None:
+    before, after = runs_of(12, 8, Noise(0.01, 0.01, 0.02), {"prefill": 0.25}, prompts=12)
+    found = in_a_row(before, after, 5, "prefill")
+    assert (found.comparisons, found.named, len(found.noise)) == (4, 4, 4)
+    assert all(0 < spread < 0.1 and verdict == FAIL for spread, verdict in found.noise)
+    assert in_a_row(before, before[::-1], 8, "prefill").comparisons == 1

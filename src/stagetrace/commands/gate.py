@@ -8,8 +8,8 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from importlib import import_module
@@ -22,6 +22,7 @@ from typer.core import TyperCommand
 from ..faults import Fault
 
 if TYPE_CHECKING:
+    from ..gate.ab import Tick
     from ..gate.compare import Report
     from ..gate.match import Sides
     from ..gate.settings import Wishes
@@ -177,17 +178,38 @@ def _recorded(baseline: Files, current: Files, allow: tuple[str, ...]) -> Sides:
 
 
 def _served(commands: tuple[str, str], plan: tuple[Any, ...], stores: Path | None, allow: tuple[str, ...]) -> Sides:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
     from ..gate.ab import Plan, measure, parse_command
     from ..gate.match import match
 
     parsed = parse_command(commands[0]), parse_command(commands[1])
     folder = stores or Path(f"stagetrace-gate-{datetime.now():%Y%m%d-%H%M%S}")
+    made = not folder.exists()
+    there: list[Sides] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended
+    try:
+        with _progress() as tick:
+            measure(
+                parsed, Plan(*plan), folder, tick,
+                lambda sides: there.append(match(sides[0], sides[1], allow, settings=False)),
+            )  # fmt: skip
+    except (KeyboardInterrupt, SystemExit):
+        if there:
+            typer.echo(f"stagetrace: what is whole can be judged: {_again(folder, there[-1])}", err=True)
+        raise
+    finally:
+        if made and folder.is_dir():
+            typer.echo(f"stagetrace: the runs are in {folder}", err=True)
+    return there[-1]
+
+
+@contextmanager
+def _progress() -> Iterator[Tick]:
+    """A bar on a terminal, and elsewhere a line for each run."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended
     with Progress(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal) as progress:
         bar = progress.add_task("gate")
         told: set[str] = set()
@@ -199,23 +221,7 @@ def _served(commands: tuple[str, str], plan: tuple[Any, ...], stores: Path | Non
                 told.add(run)
                 typer.echo(f"stagetrace: {run}", err=True)
 
-        there: list[Sides] = []
-        made = not folder.exists()
-        try:
-            measure(
-                parsed, Plan(*plan), folder, tick,
-                lambda sides: there.append(match(sides[0], sides[1], allow, settings=False)),
-            )  # fmt: skip
-        except (KeyboardInterrupt, SystemExit):
-            progress.stop()
-            if there:
-                typer.echo(f"stagetrace: what is whole can be judged: {_again(folder, there[-1])}", err=True)
-            raise
-        finally:
-            progress.stop()
-            if made and folder.is_dir():
-                typer.echo(f"stagetrace: the runs are in {folder}", err=True)
-    return there[-1]
+        yield tick
 
 
 def _again(folder: Path, sides: Sides) -> str:

@@ -24,7 +24,7 @@ READY_S = 900.0
 #: How long a server may take to end before it is killed.
 STOP_S = 30.0
 #: It is told to end this often.
-TOLD_AGAIN_S = 3.0
+TOLD_AGAIN_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _PATH, _NO_SUCH_PATH = "/v1/models", 404
 #: One that wants a key is there, too; what has none to send is then told so at once.

@@ -184,7 +184,9 @@ def test_a_killed_api_server(ships: Fleet, ends: None) -> None:
     kill(ships.plain, "api_server")
     records = ended(ships.plain, calls, code=128 + signal.SIGKILL)
     assert {(r.status, r.error_type, r.finish_reason) for r in records} == {("error", "process_ended", None)}
-    assert [r.active_stage for r in records] == ["decode"] * 8 + ["admission"] * 2
+    stages = [r.active_stage for r in records]
+    # Until its end reaches the engine, that may come to the two in the queue.
+    assert stages[:8] == ["decode"] * 8 and set(stages[8:]) <= {"admission", "prefill", "decode"}, stages
     assert {(r.e2e_ms, r.coverage, r.unattributed_ms) for r in records} == {(None, None, None)}
     (_, streamed), (_, whole), *_ = [call.result() for call, _ in calls]
     assert records[0].output_tokens is not None

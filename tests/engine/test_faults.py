@@ -37,6 +37,10 @@ def test_there_is_a_place_in_every_stage() -> None:
 
 @pytest.mark.parametrize("name", [*places.STAGES, *places.GAPS])
 def test_a_delay_lands_where_it_belongs(name: str, server: FaultyServer) -> None:
-    row = measure(server, name, SIZE_MS, PLAN, lambda: None)
+    # A hook that has moved fails each time; a machine that is short of CPU time does not.
+    for _ in range(3):
+        row = measure(server, name, SIZE_MS, PLAN, lambda: None)
+        if row.verdict != FAIL:
+            return
     changes = {stage: round(change.value, 2) for stage, change in row.changes.items()}
-    assert row.verdict != FAIL, (row.judged(), row.injected.value, changes)
+    pytest.fail(f"{row.judged()}: injected {row.injected.value}, client {row.client.value}, stages {changes}")

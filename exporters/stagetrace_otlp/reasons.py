@@ -12,6 +12,7 @@ from .settings import Signal
 _ERRNO = re.compile(r"\[Errno -?[0-9]+\] ([A-Za-z ]+)")
 #: Of a server's own words.
 _MOST = 60
+_RAN_OUT = "DEADLINE_EXCEEDED"
 
 
 class Reasons(logging.Handler):
@@ -27,7 +28,9 @@ class Reasons(logging.Handler):
         transient = str(record.msg).startswith("Transient error")
         for argument in arguments[:1] if transient else arguments:
             if words := reason(argument) or (transient and isinstance(argument, str) and clean(argument)):
-                self._last[record.thread] = words
+                # That time ran out while it was tried again says less than what it was tried again for.
+                if words != _RAN_OUT or record.thread not in self._last:
+                    self._last[record.thread] = words
                 return
 
     def forget(self) -> None:

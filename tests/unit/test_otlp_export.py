@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from grpc import StatusCode
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
@@ -345,8 +346,17 @@ def test_a_reason_is_the_last_attempt_s() -> None:
     heard.emit(logging.makeLogRecord({"msg": "Transient error %s", "args": (ConnectionError("[Errno 111] Refused"),)}))
     heard.emit(logging.makeLogRecord({"msg": "Failed to export %s batch due to timeout.", "args": ("spans",)}))
     assert heard.of() == "Refused"
+    ran_out = {
+        "msg": "Failed to export %s to %s, error code: %s",
+        "args": ("traces", "h", StatusCode.DEADLINE_EXCEEDED),
+    }
+    heard.emit(logging.makeLogRecord(ran_out))
+    assert heard.of() == "Refused", "what it was tried again for says more"
     heard.forget()
     assert heard.of() == ""
+    heard.emit(logging.makeLogRecord(ran_out))
+    assert heard.of() == "DEADLINE_EXCEEDED"
+    heard.forget()
 
 
 def test_a_run_that_ends_first_says_where_and_why_too(

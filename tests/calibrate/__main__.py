@@ -30,11 +30,11 @@ from stagetrace.gate.settings import Wishes
 from stagetrace_vllm.demo_server import DemoServer
 from tests.faults.plugin.stagetrace_faults import control
 from tests.faults.plugin.stagetrace_faults.control import Fault
+from tests.faults.server import PLUGIN
 
 from . import steady
 from .draws import STAGES, Found, draw, draw_as_asked, in_a_row, noise
 
-PLUGIN = Path(__file__).parents[1] / "faults" / "plugin"
 SIZES = (5, 10, 20, 40)
 SLOWER = (0.10, 0.25)
 #: A delay is this share of its stage, or so many standard deviations of runs, whichever is more; known of so many runs.

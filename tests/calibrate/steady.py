@@ -18,10 +18,10 @@ from stagetrace.serve import Served, free_port
 from tests.faults.plugin.stagetrace_faults import control
 from tests.faults.plugin.stagetrace_faults.calls import DECODING
 from tests.faults.plugin.stagetrace_faults.control import Fault
+from tests.faults.server import PLUGIN
 
 from .draws import noise
 
-PLUGIN = Path(__file__).parents[1] / "faults" / "plugin"
 #: What is delayed, and by which share of its mean over so many loads before.
 STAGES, SLOWER, BEFORE = ("prefill", "decode"), 0.10, 5
 SIDES = (None, None, *STAGES)

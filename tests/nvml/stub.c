@@ -289,14 +289,19 @@ int nvmlDeviceGetSamples(Card *c, int type, unsigned long long since, int *kind,
     WHOLE(c);
     Curve *k = &c->curves[type];
     if (type > MEMBW || !k->keeps_ms) return NOT_SUPPORTED;
-    struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
-    double wall = t.tv_sec + t.tv_nsec / 1e9, s = now(), step = k->keeps_ms / 1e3;
+    /* What is kept has been stamped once: the wall clock is looked at the first time only. */
+    static double wall0;
+    if (!wall0) {
+        struct timespec t;
+        clock_gettime(CLOCK_REALTIME, &t);
+        wall0 = t.tv_sec + t.tv_nsec / 1e9 - now();
+    }
+    double s = now(), step = k->keeps_ms / 1e3;
     long last = (long)floor(s / step), first = last - 119, room = out ? *n : 120;
     unsigned found = 0;
     *kind = 1;
     for (long i = first; i <= last && found < room; i++) {
-        double at = (wall - s + i * step) * 1e6;
+        double at = (wall0 + i * step) * 1e6;
         if (at <= since) continue;
         if (out) {
             out[found].at = llround(at);

@@ -9,13 +9,16 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from stagetrace.gpu.nvml import Card as DriverCard
 from stagetrace.model import GpuSample
 from tests.nvml.stub import Card, Script, integral, library, uuid
 from tests.unit.helpers import DEADLINE_S, plain_environment
+from tests.unit.scripted import MS
 
 #: Samples the cards in the environment until each that still answers has said so much, and prints what it got.
 CODE = """
@@ -55,6 +58,19 @@ class Seen:
 
     def lines(self, about: str) -> list[str]:
         return [line for line in self.said if about in line]
+
+
+class FakeNvml(SimpleNamespace):
+    """A driver that supports nothing but what it is given."""
+
+    class NVMLError(Exception):
+        value = 3
+
+    def __getattr__(self, name: str) -> Any:
+        def unsupported(*_: object) -> None:
+            raise self.NVMLError
+
+        return unsupported
 
 
 def sample(folder: Path, script: Script, rounds: int = 5, **environment: str) -> Seen:
@@ -159,6 +175,37 @@ def test_what_the_driver_keeps_comes_with_its_times(seen: Seen, script: Script) 
     for time, watts in points:
         if script.seconds(time) >= 0:
             assert watts == pytest.approx(100 + 20 * script.seconds(time), abs=0.5)
+
+
+@pytest.mark.parametrize("jump_s", [3600, -3600])
+def test_what_the_driver_keeps_when_the_wall_clock_is_set(monkeypatch: pytest.MonkeyPatch, jump_s: int) -> None:
+    """The driver stamps what it keeps once, with the wall clock's time of that moment."""
+    kept: list[SimpleNamespace] = []
+
+    def samples(handle: object, kind: int, since_us: int) -> tuple[int, list[SimpleNamespace]]:
+        return 1, [each for each in kept if each.timeStamp > since_us]
+
+    def pass_time() -> None:
+        for _ in range(10):
+            clock["now"] += 20 * MS
+            watts = SimpleNamespace(uiVal=clock["now"] // MS)
+            kept.append(SimpleNamespace(timeStamp=(clock["now"] + clock["wall"]) // 1000, sampleValue=watts))
+
+    clock = {"now": 7_000 * MS, "wall": 10**18}
+    monkeypatch.setattr("stagetrace.gpu.nvml.anchor", lambda: (clock["now"], clock["now"] + clock["wall"]))
+    monkeypatch.setattr("stagetrace.gpu.nvml._STATE_NS", 0)
+    card = DriverCard(
+        FakeNvml(nvmlDeviceGetSamples=samples, nvmlDeviceGetUUID=lambda _: "GPU-1", nvmlDeviceGetName=lambda _: "card"),
+        object(),
+    )
+    points: list[tuple[int, float]] = []
+    for jump in (0, 0, jump_s, 0):
+        pass_time()
+        clock["wall"] += jump * 10**9
+        points += card.read().power
+    assert [time for time, _ in points] == sorted({time for time, _ in points})
+    assert all(watts * 1e3 == time / MS for time, watts in points), "each at its own time"
+    assert len(points) == 40 - 10, "those of before the clock was set are not known any more"
 
 
 def test_a_slice_has_memory_of_its_own_and_shares_the_rest(seen: Seen) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from ..clock import anchor
 from ..model import GpuSample
 from .gpm import METRICS, Counters
 
@@ -130,8 +131,8 @@ class Card:
         self._gone: dict[str, str] = {}
         self._failed: dict[str, str] = {}
         self._told: set[str] = set()
-        #: The driver's time of the latest power it had kept, µs since 1970.
-        self._kept_us = 0
+        #: The time of the latest power that the driver had kept: its own, µs since 1970, and ours, monotonic ns.
+        self._kept_us = self._kept_ns = 0
         self._state: GpuSample | None = None
         self._last: tuple[int, int | None, float | None] | None = None
         self._gpm = Counters(nvml, self._handle, self.parent)
@@ -145,7 +146,7 @@ class Card:
         now = (before + time.monotonic_ns()) // 2
         since = self._last[0] if self._last else now
         whole = self._state is None or now - self._state.t_ns >= _STATE_NS
-        kept = self._kept(now) if whole else []
+        kept = self._kept() if whole else []
         recent = [watts for time, watts in kept if time > since]
         made = GpuSample(self.id, now, now - since, self.name)
         made.power_w = sum(recent) / len(recent) if recent else self._power()
@@ -187,17 +188,22 @@ class Card:
                 self._failed[counter] = str(error).lower()
             return None
 
-    def _kept(self, now: int) -> list[tuple[int, float]]:
+    def _kept(self) -> list[tuple[int, float]]:
         """The power that the driver has kept since the last time, W; nothing where it keeps none."""
-        wall = time.time_ns()
+        now, wall = anchor()
+        if self._kept_us > wall // 1000:
+            self._kept_us = 0  # the wall clock, whose times the driver gives, has been set back
         since = self._kept_us or wall // 1000 - 1_000_000
         ask = self._nvml.nvmlDeviceGetSamples
         answer = self._ask("power kept", lambda: ask(self._handle, _POWER_KEPT, since))
-        kept = [(each.timeStamp, each.sampleValue.uiVal) for each in (answer[1] if answer else ())]
-        kept = [each for each in kept if each[0] > since]
-        if kept:
-            self._kept_us = kept[-1][0]
-        return [(now - wall + microseconds * 1000, milliwatts / 1e3) for microseconds, milliwatts in kept]
+        found = []
+        for each in answer[1] if answer else ():
+            time_ns = now - wall + each.timeStamp * 1000
+            # A time before the last one's or still to come is one of before the wall clock was set.
+            if each.timeStamp > since and self._kept_ns < time_ns <= now:
+                self._kept_us, self._kept_ns = each.timeStamp, time_ns
+                found.append((time_ns, each.sampleValue.uiVal / 1e3))
+        return found
 
     def _power(self) -> float | None:
         milliwatts = self._ask("power_w", lambda: self._nvml.nvmlDeviceGetPowerUsage(self._handle))

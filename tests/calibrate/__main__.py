@@ -2,7 +2,8 @@
 
 It compares the demo's server with itself, again and again over the time given, and draws further comparisons from those
 runs. In between it compares it with servers that have a delay in one stage. What is in DIR already counts: it may be
-interrupted, and goes on. With --steady it loads one server again and again instead: runs that vary by less.
+interrupted, and goes on. With --steady it loads one server again and again instead: runs that vary by less; with
+--paced one whose stages keep a steady pace: they vary by less still.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.faults.plugin.stagetrace_faults import control
 from tests.faults.plugin.stagetrace_faults.control import Fault
 from tests.faults.server import PLUGIN
 
-from . import steady
+from . import paced, steady
 from .draws import STAGES, Found, draw, draw_as_asked, in_a_row, noise
 
 SIZES = (5, 10, 20, 40)
@@ -58,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--steady", type=int, default=0, metavar="N", help="on one server, 2 N loads, and N for each stage delayed"
     )
+    made.add_argument(
+        "--paced", type=int, default=0, metavar="N", help="on one server with fixed times put in, N rounds of 15 loads"
+    )
     made.add_argument("--comparisons", type=int, default=500, metavar="N", help="to draw for each row (500)")
     made.add_argument("--markdown", type=Path, metavar="OUT", help="write what was found to OUT as a page")
     return made
@@ -74,9 +78,11 @@ def main(arguments: list[str] | None = None) -> int:
     asked.dir.mkdir(parents=True, exist_ok=True)
     try:
         if asked.steady:
-            lines, kept = _steady(
-                steady.make(engine, asked.dir, asked.steady, _plan(1, asked), console), asked, console
-            )
+            made = steady.make(engine, asked.dir, asked.steady, _plan(1, asked), console)
+            lines, kept = _steady(made, asked, console)
+        elif asked.paced:
+            rounds = paced.make(engine, asked.dir, asked.paced, asked.requests, console)
+            lines, kept = paced.page(rounds, asked.comparisons)
         else:
             bench = Bench(engine, asked, console)
             bench.make()
@@ -280,9 +286,9 @@ def _drawn(pool: list[Run], asked: argparse.Namespace, console: Console) -> tupl
 
 
 def _field(found: Found) -> str:
-    passed, failed, unknown = (f"{100 * share:.1f}" for share in found.shares().values())
+    passed, failed, unknown = found.shares().values()
     right = f" ({found.named / found.verdicts[FAIL]:.0%})" if found.stage and found.verdicts[FAIL] else ""
-    return f"{passed} / **{failed}**{right} / {unknown}"
+    return f"{100 * passed:.1f} / **{100 * failed:.1f}**{right} / {100 * unknown:.1f}"
 
 
 def _as_asked(pool: list[Run], made: list[Found], rng: np.random.Generator) -> Iterator[str]:

@@ -84,6 +84,17 @@ def in_a_row(before: Sequence[Run], after: Sequence[Run], runs: int, stage: str)
     return found
 
 
+def in_rounds(
+    sides: tuple[Sequence[Run], Sequence[Run]], runs: int, comparisons: int, rng: np.random.Generator, stage: str
+) -> Found:
+    """Draw ``runs`` rounds of those in which two sides were made, without putting back, and compare what was made."""
+    found = Found(runs, stage, 0.0)
+    for _ in range(comparisons):
+        chosen = np.sort(rng.choice(len(sides[0]), runs, replace=False))
+        found.add(Sides(*([side[index] for index in chosen] for side in sides)))
+    return found
+
+
 def draw_as_asked(pool: Sequence[Run], first: Found, comparisons: int, rng: np.random.Generator) -> Found:
     """Draw so many runs a side as what was INCONCLUSIVE in ``first`` asked for: putting back, in no order of time."""
     found = Found(first.runs, first.stage, first.slower)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,17 +40,9 @@ class Steady:
 
 def make(engine: Any, folder: Path, loads: int, plan: Plan, console: Console) -> Steady:
     """``loads`` of each of ``SIDES`` in turn, on one server; what is in ``folder`` already is not made again."""
-    made = folder / "steady"
-    if not made.exists():
-        part = made.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        _measure(engine, part, loads, plan, console)
-        part.rename(made)
+    made = once(folder / "steady", lambda part: _measure(engine, part, loads, plan, console))
     # The first loads warmed it up, and said how long the stages take.
-    runs = runs_of_store(made / "store.db")
-    if len(runs) != BEFORE + len(_in_turn(loads)):
-        raise Unusable(f"{made}: holds {len(runs)} loads, not those of --steady {loads}; remove it to begin anew")
+    runs = whole(runs_of_store(made / "store.db"), BEFORE + len(_in_turn(loads)), made)
     sides: dict[str | None, list[Run]] = {side: [] for side in SIDES}
     for side, run in zip(_in_turn(loads), runs[BEFORE:], strict=True):
         sides[SIDES[side]].append(run)
@@ -56,7 +50,33 @@ def make(engine: Any, folder: Path, loads: int, plan: Plan, console: Console) ->
     return Steady(pool, {str(stage): found for stage, found in sides.items()}, _added_ms(runs[:BEFORE]))
 
 
+def once(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """``folder``, filled if it is not there yet; there only when it is whole."""
+    if not folder.exists():
+        part = folder.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        fill(part)
+        part.rename(folder)
+    return folder
+
+
 def _measure(engine: Any, folder: Path, loads: int, plan: Plan, console: Console) -> None:
+    tokens = int(plan.output_tokens)
+    with on_one_server(engine, folder, plan) as (load, measured):
+        for _ in range(BEFORE):
+            load(None)
+        measured.requests()  # returns when they are stored
+        added = _added_ms(runs_of_store(measured.store))
+        delays = {stage: Fault(stage, ms / times_delayed(stage, tokens)) for stage, ms in added.items()}
+        for side in track(_in_turn(loads), "loads", console=console):
+            stage = SIDES[side]
+            load(delays[stage] if stage else None)
+
+
+@contextmanager
+def on_one_server(engine: Any, folder: Path, plan: Plan) -> Iterator[tuple[Callable[[Fault | None], None], Measured]]:
+    """A server whose store is in ``folder``, and a function that sends it a load while it is delayed so."""
     path, port, store = folder / "delay.json", free_port(), folder / "store.db"
     control.write(path, None)
     # Without a cache of prefixes: what was asked before is computed anew, as the first time.
@@ -69,16 +89,15 @@ def _measure(engine: Any, folder: Path, loads: int, plan: Plan, console: Console
             control.write(path, delay)
             measured.send(replace(plan, warmup=1))
 
-        for _ in range(BEFORE):
-            load(None)
-        measured.requests()  # returns when they are stored
-        added = _added_ms(runs_of_store(store))
-        tokens = int(plan.output_tokens)
-        delays = {stage: Fault(stage, ms / times_delayed(stage, tokens)) for stage, ms in added.items()}
-        for side in track(_in_turn(loads), "loads", console=console):
-            stage = SIDES[side]
-            load(delays[stage] if stage else None)
+        yield load, measured
         measured.requests()
+
+
+def whole(runs: list[Run], loads: int, made: Path) -> list[Run]:
+    """The runs, if they are so many."""
+    if len(runs) != loads:
+        raise Unusable(f"{made}: holds {len(runs)} loads, not the {loads} that were asked for; remove it to begin anew")
+    return runs
 
 
 def times_delayed(stage: str, output_tokens: int) -> int:

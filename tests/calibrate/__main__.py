@@ -60,7 +60,11 @@ def parser() -> argparse.ArgumentParser:
         "--steady", type=int, default=0, metavar="N", help="on one server, 2 N loads, and N for each stage delayed"
     )
     made.add_argument(
-        "--paced", type=int, default=0, metavar="N", help="on one server with fixed times put in, N rounds of 15 loads"
+        "--paced",
+        type=int,
+        default=0,
+        metavar="N",
+        help="on a server with a fixed time put into a stage, for each stage N rounds of 3 loads",
     )
     made.add_argument("--comparisons", type=int, default=500, metavar="N", help="to draw for each row (500)")
     made.add_argument("--markdown", type=Path, metavar="OUT", help="write what was found to OUT as a page")

@@ -26,6 +26,7 @@ from stagetrace.gate.decide import (
 )  # fmt: skip
 from stagetrace.gate.estimate import Estimate, estimate, interleaved
 from tests.calibrate.draws import draw, draw_as_asked, in_a_row, noise
+from tests.calibrate.paced import Paced, page
 from tests.unit.simulated import Noise, abba, compared, judged, runs_of, times
 
 #: Of runs, their requests' part included, this comes to a coefficient of variation of just under 2 %.
@@ -243,6 +244,15 @@ def test_the_runs_that_are_asked_for_decide() -> None:
     again = draw_as_asked([*before, *after], first, 20, rng)
     assert first.verdicts[INCONCLUSIVE] == len(first.needed) > 20 and min(first.needed) > 5
     assert again.comparisons == 20 and again.verdicts[INCONCLUSIVE] <= 4 and again.named == again.verdicts[FAIL] > 14
+
+
+@pytest.mark.parametrize(("more", "kept"), [(0.25, True), (0.0, False)])
+def test_the_page_of_steady_paces(more: float, kept: bool) -> None:
+    """What is quiet and slower has to be found, and the page says whether it was."""
+    before, slower = runs_of(12, 8, Noise(0.004, 0.004, 0.02), {"prefill": more}, prompts=40)
+    lines, good = page([Paced("prefill", before, before[1:] + before[:1], slower)], 20)
+    assert good is kept and f"| {20 * kept} of {20 * kept} |" in lines[-1]
+    assert lines[-1].endswith(f"| {4 * kept} of 4 |")
 
 
 def test_runs_in_a_row() -> None:

@@ -396,3 +396,7 @@ def test_without_scipy(stagetrace: Cli, stores: Callable[..., Any], monkeypatch:
     said = stagetrace.refused("gate", "--baseline", *before, "--current", *after)
     assert "pip install 'stagetrace[gate]'" in said
     assert stagetrace("baseline", *before, "-o", "base.json")[0] == 0, "which needs none of it"
+
+
+def test_a_change_that_rounds_to_nothing_has_no_minus() -> None:
+    assert [output.signed(value, 1) for value in (-0.04, -0.06, 0.0, 1234.5)] == ["+0.0", "-0.1", "+0.0", "+1,234.5"]

@@ -28,7 +28,7 @@ def headline(report: Report) -> str:
     broken = [row for row in report.budgets if row.verdict == FAIL]
     if report.verdict == FAIL and report.culprit is not None:
         row = report.culprit
-        what = f"{row.measure.title} is {_percent(row.change)} slower ({_signed(row.change_ms)} ms)"
+        what = f"{row.measure.title} is {_percent(row.change)} slower ({signed(row.change_ms)} ms)"
         return f"FAIL: {what}, over {runs}"
     if report.verdict == FAIL:
         return "FAIL: " + "; ".join(f"{row.budget.text} does not hold: {_ms(row.seen_ms)} ms" for row in broken)
@@ -168,8 +168,8 @@ def markdown(report: Report) -> str:
         least = math.inf if outcome.detectable is None else math.expm1(outcome.detectable)
         verdict = f"**{outcome.verdict}**" if outcome.verdict != PASS else PASS
         lines.append(
-            f"| {row.measure.title} | {verdict} | {_ms(row.judged.base_ms)} | {_signed(row.change * 100)} % "
-            f"| {_signed(row.change_ms)} | {noise} | {_percent(least) if least <= _HUGE else '—'} |"
+            f"| {row.measure.title} | {verdict} | {_ms(row.judged.base_ms)} | {signed(row.change * 100)} % "
+            f"| {signed(row.change_ms)} | {noise} | {_percent(least) if least <= _HUGE else '—'} |"
         )
     lines += [f"| {_cell(b.budget.text)} | {b.verdict} | | | {_ms(b.seen_ms)} | | |" for b in report.budgets]
     return "\n".join([*lines, "", "</details>", ""])
@@ -184,7 +184,7 @@ def _cell(value: str) -> str:
 def row_words(row: Row) -> str:
     """A measure in one sentence."""
     found, outcome = row.judged.estimate, row.outcome
-    change = f"{_signed(row.change * 100)} % ({_signed(row.change_ms)} ms on {_ms(row.judged.base_ms)} ms)"
+    change = f"{signed(row.change * 100)} % ({signed(row.change_ms)} ms on {_ms(row.judged.base_ms)} ms)"
     words = f"{row.measure.title}: {change}"
     if found.noise is not None:
         words += f", runs vary by {_percent(found.noise)}"
@@ -205,8 +205,9 @@ def _percent(value: float) -> str:
     return f"{value:.1%}".replace("%", " %")
 
 
-def _signed(value: float) -> str:
-    return f"{value:+,.2f}"
+def signed(value: float, digits: int = 2) -> str:
+    """With its sign; what rounds to nothing is +0.00, never -0.00."""
+    return f"{round(value, digits) + 0.0:+,.{digits}f}"
 
 
 def _ms(value: float) -> str:

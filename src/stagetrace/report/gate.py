@@ -12,7 +12,7 @@ from rich.text import Text
 from ..gate.compare import Report, Row
 from ..gate.decide import BETA, FAIL, FALSE_ALARMS, INCONCLUSIVE, PASS
 from ..gate.measures import BY_KEY
-from ..gate.output import budget_words, headline
+from ..gate.output import budget_words, headline, signed
 
 _STYLES = {PASS: "green", FAIL: "bold red", INCONCLUSIVE: "yellow"}
 
@@ -55,8 +55,8 @@ def _table(report: Report) -> Table:
         table.add_row(
             row.measure.title,
             Text(row.outcome.verdict, style=_STYLES[row.outcome.verdict]),
-            f"{row.judged.base_ms:,.2f}", f"{row.change * 100:+.1f}", _percent(found.upper(BETA)),
-            f"{row.change_ms:+,.2f}", "—" if found.noise is None else f"{found.noise * 100:.1f}",
+            f"{row.judged.base_ms:,.2f}", signed(row.change * 100, 1), _percent(found.upper(BETA)),
+            signed(row.change_ms), "—" if found.noise is None else f"{found.noise * 100:.1f}",
             "—" if least is None else _percent(least),
         )  # fmt: skip
     return table
@@ -92,7 +92,9 @@ def _explained(report: Report) -> Iterator[RenderableType]:
         yield Text(f"What carried the change: {report.culprit.measure.title}", style="bold")
     parts = [row for row in report.rows if row.measure.of is not None]
     for row in sorted(parts, key=lambda row: -abs(row.change_ms))[:5]:
-        yield Text(f"  {row.measure.key:<14} {row.change_ms:+9.2f} ms{_of_timer(row, report)}  {row.outcome.verdict}")
+        yield Text(
+            f"  {row.measure.key:<14} {signed(row.change_ms):>9} ms{_of_timer(row, report)}  {row.outcome.verdict}"
+        )
     if report.shown:
         yield Text("The requests that show it best (`stagetrace stages FILE --request ID`):", style="bold")
     for shown in report.shown:
@@ -107,4 +109,4 @@ def _of_timer(row: Row, report: Report) -> str:
     timer = next((each for each in report.rows if each.measure.key == row.measure.of), None)
     if timer is None or timer.outcome.verdict != FAIL or timer.change_ms <= 0:
         return ""
-    return f" of {timer.change_ms:+.2f} ms {BY_KEY[row.measure.of or ''].title}"
+    return f" of {signed(timer.change_ms)} ms {BY_KEY[row.measure.of or ''].title}"

@@ -9,6 +9,7 @@ def test_latency(stagetrace_server):
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -44,8 +45,8 @@ class Measured:
         self,
         requests: int = 30,
         concurrency: int = 1,
-        prompt_tokens: str = "400",
-        output_tokens: str = "60",
+        prompt_tokens: str | int = "400",
+        output_tokens: str | int = "60",
         seed: int | None = None,
         warmup: int = 3,
     ) -> None:
@@ -57,8 +58,12 @@ class Measured:
         __tracebackhide__ = True  # what failed is the caller's line
         from .gate.ab import Plan
 
-        fresh = next(number for number in count() if number not in self._seeds)
-        self.send(Plan(1, requests, concurrency, prompt_tokens, output_tokens, fresh if seed is None else seed, warmup))
+        for name, number, least in (("requests", requests, 1), ("concurrency", concurrency, 1), ("warmup", warmup, 0)):
+            if not isinstance(number, int) or number < least:
+                pytest.fail(f"load({name}={number!r}): give a whole number of {least} or more")
+        if seed is None:
+            seed = next(number for number in count() if number not in self._seeds)
+        self.send(Plan(1, requests, concurrency, str(prompt_tokens), str(output_tokens), seed, warmup))
 
     def send(self, plan: Plan) -> None:
         """The same, of a plan."""
@@ -105,7 +110,7 @@ class Measured:
         known = [(ms, r) for r in self.requests() if (ms := times_of(r).get(NAMES[key].key)) is not None]
         if not known:
             states = {row.state for r in self.requests() for row in r.stages if row.key == key}
-            pytest.fail(f"{key} has no time in any of {len(self._ids)} requests {', '.join(sorted(states))}")
+            pytest.fail(f"{key} has no time in any of {len(self._ids)} requests ({', '.join(sorted(states))})")
         values = [ms for ms, _ in known]
         seen = {name: percentile(values, q) or 0.0 for name, q in quantiles.items()}
         broken = [
@@ -132,6 +137,9 @@ def _checked(key: str, limits_ms: dict[str, float], names: Collection[str]) -> d
     strange = [name for name, match in matches.items() if match is None]
     if strange:
         pytest.fail(f"{strange[0]}: write a limit as p95_ms=120")
+    for name, most in limits_ms.items():
+        if isinstance(most, bool) or not isinstance(most, int | float) or not 0 < most < math.inf:
+            pytest.fail(f"{name}={most!r}: a limit is a time in ms, more than 0")
     return {name: float(match[1]) for name, match in matches.items() if match}
 
 
@@ -150,23 +158,30 @@ def _tried(work: Callable[[], T]) -> T:
 @contextmanager
 def servers(folder: Path) -> Iterator[Callable[[str], Measured]]:
     """What starts a server by its command line, once each; stores and logs are in ``folder``. They end with it."""
+    from .faults import Fault
     from .gate.ab import parse_command
     from .serve import Served
 
     known: dict[str, Measured] = {}
+    failed: dict[str, str] = {}
     with ExitStack() as stack:
 
         def started(command: str) -> Measured:
             parsed = parse_command(command)
             words, port = parsed.with_port()
-            store = folder / f"server-{len(known) + 1}.db"
+            store = folder / f"server-{len(known) + len(failed) + 1}.db"
             served = Served(words, port, store, store.with_suffix(".log"), parsed.environment)
             return Measured(stack.enter_context(served))
 
         def start(command: str) -> Measured:
             __tracebackhide__ = True
-            if command not in known:
-                known[command] = _tried(lambda: started(command))
+            if command not in known and command not in failed:
+                try:
+                    known[command] = started(command)
+                except Fault as fault:
+                    failed[command] = str(fault)
+            if command in failed:
+                pytest.fail(failed[command])  # once tried: a server that does not start may take a minute to say so
             return known[command]
 
         yield start

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import http.client
 import os
+import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,11 +26,17 @@ READY_S = 900.0
 STOP_S = 30.0
 #: It is told to end this often.
 TOLD_AGAIN_S = 5.0
+#: What it leaves behind is told, too, and may take so long: a compiler that is killed leaves half a file in a cache.
+LEFT_S = 3.0
 _PR_SET_PDEATHSIG = 1
 _PATH, _NO_SUCH_PATH = "/v1/models", 404
 #: One that wants a key is there, too; what has none to send is then told so at once.
 _ANSWERS = (200, 401, 403)
+#: A disk with fewer bytes left is full.
+_FULL = 1 << 16
 _GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
+#: What a line that says why a program ended has in it.
+_ERROR = re.compile(r"\w(?:Error|Exception)\b|\berror:", re.IGNORECASE)
 #: So many ports are chosen from, a tenth of it at least; where ports for everybody begin.
 _ENOUGH, _UNPRIVILEGED = 10_000, 1024
 
@@ -125,7 +132,9 @@ class Served:
                 raise Fault(f"port {self.port} answers HTTP 404 on {_PATH}: that is no OpenAI-compatible server")
             if code is not None or time.monotonic() > until:
                 how = f"ended with {code}" if code is not None else f"did not answer within {READY_S:.0f} s"
-                raise Fault(f"the server {how}; its log is {self.log}; the last line: {self._last()}")
+                if status is not None:
+                    how += f", but with HTTP {status} on {_PATH}"
+                raise Fault(f"the server {how}; its log is {self.log}; {self._last()}")
             self.tick("starting")
             time.sleep(0.25)
 
@@ -142,17 +151,33 @@ class Served:
                 while self._process.poll() is None and time.monotonic() < again:
                     self.tick("ending")
                     time.sleep(0.1)
+            if self._process.poll() is not None and self._told(signal.SIGTERM):
+                until = time.monotonic() + LEFT_S
+                while self._told(0) and time.monotonic() < until:
+                    time.sleep(0.1)
         finally:
-            # The group is the first process's number, which is nobody else's while a member lives.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._told(signal.SIGKILL)
             self._process.wait()
+
+    def _told(self, number: int) -> bool:
+        """Send a signal to the group; whether there is still one. Its number is nobody else's while a member lives."""
+        assert self._process is not None
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
     def _last(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         # Its own last words, and not what `stagetrace run` adds to them.
-        own = [line for line in lines if not line.startswith("stagetrace: ")] or lines
-        return own[-1].strip()[:300] if own else "(nothing)"
+        own = [line.strip() for line in lines if not line.startswith("stagetrace: ")] or lines
+        errors = [line for line in own if _ERROR.search(line)]
+        if errors:
+            return f"the last error in it: {errors[-1][:300]}"
+        if not own and shutil.disk_usage(self.log.parent).free < _FULL:
+            return "there is nothing in it, for the disk is full"
+        return f"the last line: {own[-1][:300] if own else '(nothing)'}"
 
 
 def _group_of_its_own() -> Callable[[], None]:

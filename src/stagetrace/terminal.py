@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import os
 import sys
-from io import TextIOWrapper
+from io import FileIO, TextIOWrapper
 
 _LONGEST = 600
 _NEAREST = str.maketrans(
@@ -22,7 +23,10 @@ _NEAREST = str.maketrans(
 
 
 def spare() -> None:
-    """Have stdout and stderr fail for no letter, whatever their encoding."""
+    """Have stdout and stderr fail for no letter, whatever their encoding, and be there, if nobody is to see them."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us; no file of ours should get its number
+            setattr(sys, name, TextIOWrapper(FileIO(os.devnull, "w")))
     codecs.register_error("stagetrace", _nearest)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):

@@ -154,6 +154,39 @@ def test_too_noisy_is_inconclusive_and_says_what_would_do(stagetrace: Cli, store
     assert "--inconclusive maybe" in stagetrace.refused(*files, "--inconclusive", "maybe")
 
 
+def test_what_it_writes_spoils_nothing(stagetrace: Cli, stores: Callable[..., Any]) -> None:
+    before, after = stores()
+    assert stagetrace("baseline", *before, "-o", "base.json")[0] == 0
+    Path("notes.txt").write_text("mine")
+    for option, path, why in (
+        ("--junit", before[0], "an input of this comparison"), ("--junit", "base.json", "an input of this comparison"),
+        ("--markdown", after[1], "an input of this comparison"), ("--junit", "notes.txt", "something else"),
+    ):  # fmt: skip
+        there = Path(path).read_bytes()
+        files = ("--baseline", "base.json", before[0]) if path == before[0] else ("--baseline", "base.json")
+        said = stagetrace.refused("gate", *files, "--current", *after, option, path)
+        assert f"{option} {path}: " in said and why in said and Path(path).read_bytes() == there
+    said = stagetrace.refused("gate", "--baseline", "base.json", "--current", *after, "--markdown", before[0])
+    assert "there is something else" in said, "no text is appended to a store"
+
+
+def test_what_is_of_ab_only_is_refused_with_runs(stagetrace: Cli, stores: Callable[..., Any]) -> None:
+    before, after = stores()
+    said = stagetrace.refused("gate", "--baseline", *before, "--current", *after, "--runs", "5")
+    assert "--runs is of --ab only" in said
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "40"])
+def test_a_narrow_terminal_costs_no_figure(
+    columns: str, stagetrace: Cli, stores: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = stores()
+    files = ("gate", "--baseline", *before, "--current", *after, "--explain")
+    wide = stagetrace(*files)[1]
+    monkeypatch.setenv("COLUMNS", columns)
+    assert stagetrace(*files)[1] == wide and "ms" in wide
+
+
 def test_one_run_a_side_is_inconclusive(stagetrace: Cli, stores: Callable[..., Any]) -> None:
     before, after = stores({"prefill": 3.0}, runs=1)
     code, out, _ = stagetrace("gate", "--baseline", *before, "--current", *after)

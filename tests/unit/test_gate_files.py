@@ -128,6 +128,11 @@ def test_a_budget_is_kept_or_broken_only_if_that_is_sure() -> None:
     assert kept(of_runs(99, 100, 101, 100, 100), 100.0, 1) == (INCONCLUSIVE, None)  # at the limit no number tells
 
 
+def test_a_budget_broken_by_far_is_broken_however_few_and_noisy_the_runs() -> None:
+    assert kept(of_runs(45, 59, 75), 1.0, 1) == (FAIL, None)
+    assert kept(of_runs(0, 0, 0.001), 1.0, 1) == (PASS, None)
+
+
 def test_more_budgets_do_not_make_more_false_alarms() -> None:
     seen = of_runs(101.0, 103.0, 106.0, 104.0, 105.0)
     assert kept(seen, 98.0, 1)[0] == FAIL

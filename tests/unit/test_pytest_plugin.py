@@ -68,7 +68,7 @@ def test_a_stage_beyond_its_limit(measured: Measured) -> None:
     )
     with pytest.raises(pytest.fail.Exception, match=both):
         measured.assert_stage("prefill", p50_ms=1, p95_ms=2)
-    with pytest.raises(pytest.fail.Exception, match="embedding has no time in any of 20 requests fused"):
+    with pytest.raises(pytest.fail.Exception, match="embedding has no time in any of 20 requests \\(fused\\)"):
         measured.assert_stage("embedding", p50_ms=10)
 
 
@@ -82,6 +82,40 @@ def test_what_cannot_be_asserted(measured: Measured) -> None:
         measured.assert_stage("prefill", most=1)
     with pytest.raises(failed, match="nothing was sent yet"):
         Measured(Server(measured.url, measured.store)).assert_stage("prefill", p50_ms=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"requests": 0}, "load(requests=0): give a whole number of 1 or more"),
+        ({"requests": 2.5}, "load(requests=2.5): give a whole number of 1 or more"),
+        ({"concurrency": -4}, "load(concurrency=-4): give a whole number of 1 or more"),
+        ({"warmup": -1}, "load(warmup=-1): give a whole number of 0 or more"),
+    ],
+)
+def test_what_cannot_be_sent(measured: Measured, arguments: dict[str, int], said: str) -> None:
+    with pytest.raises(pytest.fail.Exception) as failed:
+        measured.load(**arguments)
+    assert str(failed.value) == said
+
+
+@pytest.mark.parametrize("limit", [float("nan"), float("inf"), 0, -3.0, True, "3"])
+def test_a_limit_is_a_time(measured: Measured, limit: float) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"p50_ms=.*: a limit is a time in ms, more than 0"):
+        measured.assert_stage("prefill", p50_ms=limit)
+
+
+def test_a_server_that_does_not_start_is_tried_once(tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+    (tmp_path / "server.py").write_text(f"open({str(tries)!r}, 'a').write('x'); raise SystemExit(3)")
+    command = f"{sys.executable} {tmp_path / 'server.py'} {{port}}"
+    with pytest_plugin.servers(tmp_path) as start:
+        for _ in range(2):
+            with pytest.raises(pytest.fail.Exception, match=r"the server ended with 3; its log is .*server-1\.log"):
+                start(command)
+        with pytest.raises(pytest.fail.Exception, match=r"server-2\.log"):
+            start(command + " more")
+    assert tries.read_text() == "xx"
 
 
 def test_each_load_has_prompts_of_its_own_unless_told(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,9 @@ import os, signal, subprocess, sys, time
 from tests.unit.fake_server import Fake, Handler, _Server
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("child", child.pid, "self", os.getpid(), flush=True)
+if "--compiler" in sys.argv:
+    code = "import signal, time; signal.signal(15, lambda *_: exit(open('removed', 'w').close())); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=sys.argv[-1])
 if "--deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if "--forgetful" in sys.argv:
@@ -110,6 +114,13 @@ def test_a_server_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: pytes
     wait_until(lambda: not alive(child) and port_is_free(server.port), "nothing is left of it")
 
 
+def test_what_a_server_leaves_behind_may_clean_up(tmp_path: Path) -> None:
+    """A compiler, say: killed at once it leaves half a file in a cache, and the next server does not start."""
+    with served(tmp_path, "--compiler", str(tmp_path)):
+        time.sleep(0.5)  # its handler is there
+    assert (tmp_path / "removed").exists()
+
+
 def test_a_server_that_misses_the_first_signal_gets_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stagetrace.serve.TOLD_AGAIN_S", 0.3)
     monkeypatch.setattr("stagetrace.serve.STOP_S", 600.0)
@@ -139,6 +150,20 @@ def test_what_is_no_server_of_a_model_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(Fault, match=rf"port {port} answers HTTP 404 on /v1/models: that is no OpenAI-comp"), other:
         pass
     wait_until(lambda: port_is_free(port), "it is gone")
+
+
+def test_why_a_server_has_ended_is_its_last_error(tmp_path: Path) -> None:
+    code = "print('ImportError: main.so: file too short\\n  warnings.warn(x)'); raise SystemExit(1)"
+    failing = Served([sys.executable, "-c", code], free_port(), tmp_path / "s.db", tmp_path / "s.log")
+    with pytest.raises(Fault, match=r"the last error in it: ImportError: main\.so: file too short$"), failing:
+        pass
+
+
+def test_a_server_that_is_never_ready_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagetrace.serve._answer", lambda _: 500)
+    monkeypatch.setattr("stagetrace.serve.READY_S", 0.1)
+    with pytest.raises(Fault, match=r"did not answer within 0 s, but with HTTP 500 on /v1/models"), served(tmp_path):
+        pass
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 INTERNAL = 70
 CODES = {"PASS": 0, "FAIL": 1, "INCONCLUSIVE": 3}
 POLICIES = {"": 3, "pass": 0, "fail": 1}
+#: Columns that hold any table.
+WIDTH = 120
+#: Of --ab alone.
+AB_ONLY = ("runs", "requests", "concurrency", "prompt_tokens", "output_tokens", "seed", "stores")
 #: Options that take all the words up to the next option.
 SEVERAL = ("--baseline", "--current")
 
@@ -43,7 +47,7 @@ Ab = Annotated[
     tuple[str, str] | None,
     typer.Option(metavar="CMD_A CMD_B", help="Start these two servers in turn, and compare them."),
 ]
-Runs = Annotated[int, typer.Option(metavar="N", min=1, help="With --ab: runs a side.")]
+Runs = Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="With --ab: runs a side.")]
 Requests = Annotated[int, typer.Option(metavar="N", min=2, help="With --ab: requests in each run.")]
 Concurrency = Annotated[int, typer.Option(metavar="N", min=1, help="With --ab: so many requests at a time.")]
 Prompt = Annotated[str, typer.Option(metavar="MIX", help="With --ab: prompt lengths, as for `stagetrace load`.")]
@@ -57,7 +61,12 @@ Budgets = Annotated[Words | None, typer.Option("--budget", metavar="'ttft_p95 <=
 Allow = Annotated[
     Words | None, typer.Option(metavar="FIELD", help="Compare although this differs, such as max_num_seqs.")
 ]
-Policy = Annotated[str, typer.Option("--inconclusive", metavar="pass|fail", help="Exit 0 or 1 instead of 3.")]
+Policy = Annotated[
+    str,
+    typer.Option(
+        "--inconclusive", metavar="pass|fail", help="Exit 0 or 1 instead of 3.", autocompletion=lambda: ["pass", "fail"]
+    ),
+]
 Explain = Annotated[bool, typer.Option("--explain", help="Which stage carried the change, and which requests show it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 Junit = Annotated[Path | None, typer.Option(metavar="FILE", help="Write JUnit XML there, too; - is stdout.")]
@@ -87,6 +96,7 @@ def spread(arguments: list[str]) -> list[str]:
 
 
 def gate(
+    context: typer.Context,
     baseline: Baseline = None,
     current: Current = None,
     ab: Ab = None,
@@ -118,6 +128,11 @@ def gate(
         raise Fault(f"--inconclusive {inconclusive}: pass or fail")
     if (ab is None) == (not baseline and not current) or (ab is None and not (baseline and current)):
         raise Fault("gate: name either --baseline FILE... and --current FILE..., or --ab CMD_A CMD_B")
+    sources = {name: context.get_parameter_source(name) for name in AB_ONLY}
+    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if ab is None and given:
+        raise Fault(f"--{given[0].replace('_', '-')} is of --ab only: these runs are recorded already")
+    _unharmed(junit, markdown, [*(baseline or []), *(current or []), *([config] if config else [])])
 
     aside = _on_stdout(junit, markdown, as_json)
 
@@ -131,6 +146,31 @@ def gate(
         return _judged(sides, wishes, POLICIES[inconclusive], explain, as_json, junit, markdown, aside)
 
     raise typer.Exit(guarded(told))
+
+
+def _unharmed(junit: Path | None, markdown: Path | None, inputs: Files) -> None:
+    """Fault where what is written would spoil an input, or a file of another kind."""
+    from ..outfile import replaced
+
+    for name, path, fits in (("--junit", junit, _is_xml), ("--markdown", markdown, _is_text)):
+        with suppress(OSError):  # what cannot be written is told when it is
+            there = replaced(path) if path else None
+            if there is None:
+                continue
+            if any(file.exists() and file.samefile(there) for file in inputs):
+                raise Fault(f"{name} {path}: that is an input of this comparison; name another file")
+            if not fits(there):
+                raise Fault(f"{name} {path}: there is something else, which is not overwritten; name another file")
+
+
+def _is_xml(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(64).lstrip()[:1] in (b"", b"<")
+
+
+def _is_text(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return b"\0" not in file.read(4096)
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -166,7 +206,8 @@ def _wishes(config: Path | None, budgets: list[str], allow: list[str], files: Fi
             raise Fault(f"{file}: there is no directory {where}")
     wishes = read_wishes(config)
     fields = (*wishes.allow, *allowed(allow))
-    return replace(wishes, budgets=(*wishes.budgets, *map(parse_budget, budgets)), allow=fields)
+    wanted = dict.fromkeys([*wishes.budgets, *map(parse_budget, budgets)])
+    return replace(wishes, budgets=tuple(wanted), allow=fields)
 
 
 def _recorded(baseline: Files, current: Files, allow: tuple[str, ...]) -> Sides:
@@ -291,7 +332,9 @@ def _shown(report: Report, code: int, explain: bool, as_json: bool, aside: bool)
         if as_json:
             typer.echo(json.dumps(document(report, code), allow_nan=False))
         else:
-            Console(stderr=aside).print(gate_view(report, explain), highlight=False, soft_wrap=True)
+            # A narrow terminal breaks lines; a figure that lost its end would be another figure.
+            console = Console(stderr=aside, width=max(Console(stderr=aside).width, WIDTH))
+            console.print(gate_view(report, explain), highlight=False, soft_wrap=True)
         sys.stdout.flush()
     except OSError as error:
         with suppress(OSError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .decide import FAIL, FULL_SHARE, INCONCLUSIVE, Judged, Outcome, decide, kept, overall
+from .decide import FAIL, FULL_SHARE, INCONCLUSIVE, LEAST_MS, Judged, Outcome, decide, kept, overall
 from .estimate import Array, Flags, estimate, interleaved
 from .match import Sides, columns
 from .measures import BY_KEY, MEASURES, Measure
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BudgetRow:
-    """A budget and how it was kept. ``seen_ms`` is the mean over runs of the percentile.
+    """A budget and how it was kept. ``seen_ms`` is the geometric mean over runs of the percentile.
 
     ``runs_needed`` is as in :class:`Outcome`.
     """
@@ -165,11 +165,11 @@ def _shown(culprit: Row, sides: Sides, found: dict[str, tuple[list[str], Array]]
 
 
 def _kept(budget: Budget, runs: Sequence[Run], budgets: int) -> BudgetRow:
-    """Of each run the percentile; what is judged is their mean."""
+    """Of each run the percentile; what is judged is their geometric mean."""
     key = budget.measure.key
     values = [[r.ms[key] for r in run.requests.values() if key in r.ms] for run in runs]
     seen = np.array([np.percentile(of_run, budget.q) for of_run in values if of_run])
     if not len(seen):
         return BudgetRow(budget, math.nan, INCONCLUSIVE)
     verdict, needed = kept(seen, budget.most_ms, budgets)
-    return BudgetRow(budget, float(seen.mean()), verdict, needed)
+    return BudgetRow(budget, float(np.exp(np.log(np.maximum(seen, LEAST_MS)).mean())), verdict, needed)

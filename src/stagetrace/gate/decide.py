@@ -27,6 +27,8 @@ POWER = 0.9
 #: ... unless the noise was underestimated, which happens to this share of plans.
 LUCK = 0.3
 MOST_RUNS = 1000
+#: No time is taken for shorter, ms: of nothing there is no logarithm.
+LEAST_MS = 1e-6
 #: No logarithm of a ratio is said to be larger; that of the largest number is 709.
 MOST_LOG = 500.0
 #: A part of at least this share of its timer has a full share of ALPHA.
@@ -127,11 +129,13 @@ def kept(seen: Array, most: float, budgets: int) -> tuple[str, int | None]:
     """The verdict on one of ``budgets`` budgets, and the runs that would decide it; ``seen`` is each run's percentile.
 
     Surely above ``most`` is FAIL (what the stages leave of FALSE_ALARMS is the budgets'), surely not above it is PASS.
+    On logarithms, as all else: what runs vary by is a share of a time, and one 60 times its limit is surely above it.
     """
     if len(seen) < FEWEST_RUNS:
         return INCONCLUSIVE, USUAL_RUNS
-    level, df, spread = (FALSE_ALARMS - ALPHA) / budgets, len(seen) - 1, float(seen.std(ddof=1))
-    over = float(seen.mean()) - most
+    logs = np.log(np.maximum(seen, LEAST_MS)) - math.log(most)
+    level, df, spread = (FALSE_ALARMS - ALPHA) / budgets, len(seen) - 1, float(logs.std(ddof=1))
+    over = float(logs.mean())
     error = spread / math.sqrt(len(seen))
     if over > quantile(level, df) * error:
         return FAIL, None

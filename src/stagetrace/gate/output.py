@@ -58,7 +58,7 @@ def _could_have_seen(report: Report) -> str:
         return ""
     least = math.expm1(row.outcome.detectable)
     if least > _HUGE:
-        return f"; {row.measure.title} could have been {_HUGE + 1:.0f} times as long unseen"
+        return f"; only a {row.measure.title} {_HUGE + 1:.0f} times as long would surely have been caught"
     return f"; from {_percent(least)} on, any timer or large stage would have been caught ({row.measure.title} last)"
 
 
@@ -79,7 +79,10 @@ def document(report: Report, code: int) -> dict[str, Any]:
         "measures": [_measure(row) for row in report.rows],
         "not_judged": report.unjudged,
         "budgets": [
-            {"budget": row.budget.text, "seen_ms": _finite(row.seen_ms), "verdict": row.verdict}
+            {
+                "budget": row.budget.text, "seen_ms": _finite(row.seen_ms), "verdict": row.verdict,
+                "runs_needed": row.runs_needed,
+            }
             for row in report.budgets
         ],
         "requests": [
@@ -198,7 +201,10 @@ def row_words(row: Row) -> str:
 
 def budget_words(row: BudgetRow) -> str:
     """A budget in one sentence."""
-    return f"{row.budget.text}: {f'{_ms(row.seen_ms)} ms' if math.isfinite(row.seen_ms) else 'not seen in any run'}"
+    if not math.isfinite(row.seen_ms):
+        return f"{row.budget.text}: not seen in any run"
+    more = f"; {row.runs_needed} runs would decide" if row.runs_needed else ""
+    return f"{row.budget.text}: {_ms(row.seen_ms)} ms{more}"
 
 
 def _percent(value: float) -> str:

@@ -67,8 +67,10 @@ def read_wishes(path: Path | None) -> Wishes:
         if path is None:
             return Wishes()
         raise Fault(f"--config {path}: there is no such file") from None
-    except (OSError, ValueError) as error:
-        raise Fault(f"{chosen}: {error}") from None
+    except OSError as error:
+        raise Fault(f"--config {chosen}: {error.strerror}; name a file") from None
+    except ValueError as error:
+        raise Fault(f"{chosen}: no TOML: {error}") from None
     try:
         if strange := sorted(document.keys() - {"gate"}):
             raise Fault(f"there is no {strange[0]}; everything is under [gate]")
@@ -116,6 +118,8 @@ def parse_budget(text: str) -> Budget:
         )
     if not 0 < float(match["q"]) < 100:
         raise Fault(f'budget "{text}": a percentile is above 0 and below 100')
+    if not float(match["value"]):
+        raise Fault(f'budget "{text}": a limit is more than 0')
     return Budget(text.strip(), _measure(match["name"]), float(match["q"]), _ms(match))
 
 

@@ -128,10 +128,8 @@ def gate(
         raise Fault(f"--inconclusive {inconclusive}: pass or fail")
     if (ab is None) == (not baseline and not current) or (ab is None and not (baseline and current)):
         raise Fault("gate: name either --baseline FILE... and --current FILE..., or --ab CMD_A CMD_B")
-    sources = {name: context.get_parameter_source(name) for name in AB_ONLY}
-    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
-    if ab is None and given:
-        raise Fault(f"--{given[0].replace('_', '-')} is of --ab only: these runs are recorded already")
+    if ab is None:
+        _nothing_of_ab(context)
     _unharmed(junit, markdown, [*(baseline or []), *(current or []), *([config] if config else [])])
 
     aside = _on_stdout(junit, markdown, as_json)
@@ -146,6 +144,13 @@ def gate(
         return _judged(sides, wishes, POLICIES[inconclusive], explain, as_json, junit, markdown, aside)
 
     raise typer.Exit(guarded(told))
+
+
+def _nothing_of_ab(context: typer.Context) -> None:
+    for name in AB_ONLY:
+        source = context.get_parameter_source(name)
+        if source and source.name == "COMMANDLINE":
+            raise Fault(f"--{name.replace('_', '-')} is of --ab only: these runs are recorded already")
 
 
 def _unharmed(junit: Path | None, markdown: Path | None, inputs: Files) -> None:

@@ -50,7 +50,7 @@ class Paced:
 
     @property
     def mean_ms(self) -> float:
-        """Of the stage, as it is; and by how much runs vary."""
+        """Of the stage, as it is."""
         return noise([*self.before, *self.same])[self.stage][0]
 
     @property

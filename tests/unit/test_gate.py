@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -26,6 +28,7 @@ from stagetrace.gate.settings import Wishes
 from stagetrace.model import RunRecord
 from stagetrace.stages import STAGES
 from stagetrace.store import StoreWriter
+from tests.unit.helpers import DEADLINE_S
 from tests.unit.simulated import Noise, runs_of
 from tests.unit.stored import request
 from tests.unit.test_cli import Cli
@@ -185,6 +188,14 @@ def test_a_narrow_terminal_costs_no_figure(
     wide = stagetrace(*files)[1]
     monkeypatch.setenv("COLUMNS", columns)
     assert stagetrace(*files)[1] == wide and "ms" in wide
+
+
+def test_a_closed_stdout_does_not_change_the_verdict(stores: Callable[..., Any], tmp_path: Path) -> None:
+    before, after = stores()
+    words = [sys.executable, "-m", "stagetrace", "gate", "--baseline", *before, "--current", *after]
+    line = ["sh", "-c", f"{shlex.join(words)} >&-"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_one_run_a_side_is_inconclusive(stagetrace: Cli, stores: Callable[..., Any]) -> None:

@@ -68,7 +68,7 @@ def test_a_stage_beyond_its_limit(measured: Measured) -> None:
     )
     with pytest.raises(pytest.fail.Exception, match=both):
         measured.assert_stage("prefill", p50_ms=1, p95_ms=2)
-    with pytest.raises(pytest.fail.Exception, match="embedding has no time in any of 20 requests \\(fused\\)"):
+    with pytest.raises(pytest.fail.Exception, match=r"embedding has no time in any of 20 requests \(fused\)"):
         measured.assert_stage("embedding", p50_ms=10)
 
 

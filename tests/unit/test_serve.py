@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -27,8 +26,9 @@ from tests.unit.fake_server import Fake, Handler, _Server
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print("child", child.pid, "self", os.getpid(), flush=True)
 if "--compiler" in sys.argv:
-    code = "import signal, time; signal.signal(15, lambda *_: exit(open('removed', 'w').close())); time.sleep(600)"
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=sys.argv[-1])
+    code = "import signal, time; signal.signal(15, lambda *_: exit(open('removed', 'w').close()));"
+    code += "open('compiling', 'w').close(); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", code], cwd=sys.argv[-1])
 if "--deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if "--forgetful" in sys.argv:
@@ -117,7 +117,7 @@ def test_a_server_that_will_not_end_is_killed(tmp_path: Path, monkeypatch: pytes
 def test_what_a_server_leaves_behind_may_clean_up(tmp_path: Path) -> None:
     """A compiler, say: killed at once it leaves half a file in a cache, and the next server does not start."""
     with served(tmp_path, "--compiler", str(tmp_path)):
-        time.sleep(0.5)  # its handler is there
+        wait_until(lambda: (tmp_path / "compiling").exists(), "the compiler is at work")
     assert (tmp_path / "removed").exists()
 
 

@@ -31,11 +31,3 @@ def test_a_file_name_that_is_no_text_is_shown_in_one_line(tmp_path: Path) -> Non
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, timeout=DEADLINE_S)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert b"\x1b" not in done.stderr
-
-
-@pytest.mark.parametrize("command", ["stages s.db", "numbers s.db", "numbers s.db --json", "--version"])
-def test_a_closed_stdout_is_no_fault_of_ours(command: str, tmp_path: Path) -> None:
-    store(tmp_path / "s.db")
-    line = ["sh", "-c", f"{sys.executable} -m stagetrace {command} >&-"]
-    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert (done.returncode, done.stderr) == (0, "")

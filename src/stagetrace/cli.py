@@ -243,7 +243,13 @@ def _refuse(error: Exception) -> NoReturn:
     if len(sys.argv) == 1 and context is not None:  # asked nothing: the help is the answer
         typer.echo(context.get_help(), err=True)
         sys.exit(2)
-    _fail(f"{error.format_message()} (see `{getattr(context, 'command_path', 'stagetrace')} --help`)")
+    _fail(f"{error.format_message()} (see `{getattr(context, 'command_path', None) or _asked()} --help`)")
+
+
+def _asked() -> str:
+    """The command that was asked for, where a usage error does not say of which it is."""
+    known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    return " ".join(["stagetrace", *(word for word in sys.argv[1:2] if word in known)])
 
 
 def _fail(line: str) -> NoReturn:

@@ -72,6 +72,12 @@ def port_is_free(port: int) -> bool:
     return True
 
 
+def must_be_free(port: int) -> None:
+    """Fault where somebody listens on it: that would be measured instead."""
+    if not port_is_free(port):
+        raise Fault(f"port {port} is taken; end what listens there, or write {{port}} in the command")
+
+
 class Served:
     """``command`` under ``stagetrace run``, recorded in ``store``; what it prints is in ``log``.
 
@@ -101,8 +107,7 @@ class Served:
         return f"http://{HOST}:{self.port}"
 
     def __enter__(self) -> Served:
-        if not port_is_free(self.port):
-            raise Fault(f"port {self.port} is taken; end what listens there, or write {{port}} in the command")
+        must_be_free(self.port)
         try:
             with open(self.log, "wb") as log:
                 # A group of its own, but not a session: schedulers weigh sessions against each other, and beside one

@@ -136,17 +136,19 @@ def test_steps_are_where_the_device_had_them(live: Live) -> None:
     """In order, within what the host saw of them, and as long as the device took, which the host did not."""
     live.records([send(live.port, live.body(30, 20, seed=6))])
     steps = [step for step in load(live.store).steps if step.tokens]
-    reached = 0
+    reached, overlaps_ns = 0, []
     for step in steps:
         assert step.device_timed and step.execute_ns and step.update_ns
         forward, head, sample = step.forward_ns, step.lm_head_ns, step.sample_ns
         assert forward and head and sample
         edges = [step.execute_ns[0], forward[0], forward[1], head[0], head[1], sample[0], sample[1]]
-        # Each step's times are put on the host's clock for themselves: on a busy machine that is good to so much.
-        assert edges == sorted(edges) and forward[0] >= reached - 100_000
-        assert sample[1] <= step.update_ns[0]
+        assert edges == sorted(edges) and sample[1] <= step.update_ns[0]
         assert min(head[1] - head[0], sample[1] - sample[0]) >= WORK_NS - 1000
+        overlaps_ns.append(reached - forward[0])
         reached = sample[1]
+    # Each step's times are put on the host's clock for themselves. Where the host lost the CPU before it saw a step's
+    # end, that step may lie late by as much, into the next; the assembler divides what two of them claim.
+    assert sum(ns > 100_000 for ns in overlaps_ns) <= len(steps) / 10, sorted(overlaps_ns)[-20:]
 
 
 def test_a_random_mix(live: Live) -> None:

@@ -217,10 +217,11 @@ class TestScheduled:
         records = at_once(live, "slots", 60, *[30] * (SLOTS + 2))
         assert reasons(records)[SLOTS:] == ["no_slot"] * 2 and "no_slot" not in reasons(records)[:SLOTS]
         ends = sorted(end_of(r.stage("decode"), r) for r in records)
-        for record in records[SLOTS:]:
+        for ahead, record in enumerate(records[SLOTS:]):
             admission = record.stage("admission")
             assert end_of(admission, record) >= ends[0], "nobody had left"
-            assert admission.attributes["queue_depth"] >= 1
+            # Those who got slots may have had them already when these two came.
+            assert admission.attributes["queue_depth"] >= ahead
             whole = admission.attributes["hand_off_ms"] + admission.attributes["wait_ms"]
             assert whole == pytest.approx(admission.duration_ms)
 

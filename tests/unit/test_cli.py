@@ -101,6 +101,24 @@ def test_help_of_it_all(stagetrace: Cli) -> None:
     assert err.startswith("Usage: stagetrace")
 
 
+@pytest.mark.parametrize("arguments", [("gate", "--ab", "x"), ("gate", "--colour"), ("load", "--url")])
+def test_what_a_command_is_told_wrongly_is_in_its_own_help(stagetrace: Cli, arguments: tuple[str, ...]) -> None:
+    assert f"(see `stagetrace {arguments[0]} --help`)" in stagetrace.refused(*arguments)
+
+
+def test_fields_of_allow_are_completed() -> None:
+    asked = {
+        "_STAGETRACE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "stagetrace gate --allow max_num",
+        "COMP_CWORD": "3",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", "from stagetrace.cli import main; main()"],
+        env={**os.environ, **asked}, capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    assert done.stdout.split() == ["max_num_batched_tokens", "max_num_seqs"]
+
+
 def test_shell_completion_and_python_m() -> None:
     command = [sys.executable, "-m", "stagetrace"]
     # Named, not detected: which shell is above the tests is nobody's business.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 from stagetrace.faults import Fault
 from stagetrace.gate.ab import Command, Plan, order, parse_command
 from stagetrace.model import RunRecord
+from stagetrace.serve import HOST
 from stagetrace.store import StoreWriter
 from tests.unit.fake_server import Fake, serving
 from tests.unit.simulated import BASE_MS
@@ -248,7 +251,25 @@ def test_what_is_wrong_is_said_before_anything_is_started(
     assert "write it as ttft_p95" in stagetrace.refused("gate", "--ab", same, same, "--budget", "fast")
     assert "no such field" in stagetrace.refused("gate", "--ab", same, same, "--allow", "colour")
     assert "no directory" in stagetrace.refused("gate", "--ab", same, same, "--markdown", "gone/summary.md")
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        said = stagetrace.refused("gate", "--ab", same, f"{sys.executable} --port {port}")
+        assert f"port {port} is taken" in said
     assert not pretend.started and not os.listdir(tmp_path)
+
+
+def test_two_gates_of_one_second_have_a_folder_each(
+    stagetrace: Cli, pretend: type[Pretend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Then(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Then:
+            return cls(2026, 11, 30, 12, tzinfo=tz)
+
+    monkeypatch.setattr(sys.modules["stagetrace.commands.gate"], "datetime", Then)  # the name is the command's, too
+    same = f"{sys.executable} --port {{port}}"
+    for folder in ("stagetrace-gate-20261130-120000", "stagetrace-gate-20261130-120000-2"):
+        assert f"the runs are in {folder}\n" in stagetrace("gate", "--ab", same, same, "--runs", "1", *LOAD)[2]
 
 
 def test_plans_are_the_load_of_both() -> None:

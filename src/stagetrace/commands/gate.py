@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +38,13 @@ AB_ONLY = ("runs", "requests", "concurrency", "prompt_tokens", "output_tokens", 
 #: Options that take all the words up to the next option.
 SEVERAL = ("--baseline", "--current")
 
+
+def _fields(incomplete: str) -> list[str]:
+    from ..gate.match import FIELDS
+
+    return [name for name in FIELDS if name.startswith(incomplete)]
+
+
 Files = list[Path]
 Words = list[str]
 Baseline = Annotated[
@@ -59,7 +67,8 @@ Config = Annotated[
 ]
 Budgets = Annotated[Words | None, typer.Option("--budget", metavar="'ttft_p95 <= 200ms'", help="One more budget.")]
 Allow = Annotated[
-    Words | None, typer.Option(metavar="FIELD", help="Compare although this differs, such as max_num_seqs.")
+    Words | None,
+    typer.Option(metavar="FIELD", help="Compare although this differs, such as max_num_seqs.", autocompletion=_fields),
 ]
 Policy = Annotated[
     str,
@@ -226,7 +235,7 @@ def _served(commands: tuple[str, str], plan: tuple[Any, ...], stores: Path | Non
     from ..gate.match import match
 
     parsed = parse_command(commands[0]), parse_command(commands[1])
-    folder = stores or Path(f"stagetrace-gate-{datetime.now():%Y%m%d-%H%M%S}")
+    folder = stores or _new_folder()
     made = not folder.exists()
     there: list[Sides] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended
@@ -244,6 +253,12 @@ def _served(commands: tuple[str, str], plan: tuple[Any, ...], stores: Path | Non
         if made and folder.is_dir():
             typer.echo(f"stagetrace: the runs are in {folder}", err=True)
     return there[-1]
+
+
+def _new_folder() -> Path:
+    """Named by the time; another gate may have begun in the same second."""
+    name = f"stagetrace-gate-{datetime.now():%Y%m%d-%H%M%S}"
+    return next(path for n in count(1) if not (path := Path(name if n == 1 else f"{name}-{n}")).exists())
 
 
 @contextmanager

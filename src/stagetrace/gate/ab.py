@@ -15,7 +15,7 @@ from string import ascii_lowercase, ascii_uppercase
 
 from ..faults import Fault
 from ..loadgen import Settings, run_load
-from ..serve import Served, free_port
+from ..serve import Served, free_port, must_be_free
 from .runs import MOST_FAILED, NothingRecorded, Run, runs_of_store
 
 PORT = "{port}"
@@ -94,8 +94,8 @@ def measure(
     The stores and logs stay in ``folder``. Fault for a server that cannot be measured, and where ``check``, which sees
     the runs there are as soon as every side has one, raises it.
     """
-    for command in commands:
-        command.with_port()
+    for command in commands:  # not only when it is their turn, which is the second's after minutes
+        must_be_free(command.with_port()[1])
     plan.settings("http://127.0.0.1:1").checked()
     try:
         folder.mkdir(parents=True)

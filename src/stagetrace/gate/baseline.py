@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from codecs import BOM_UTF8
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def read_runs(path: Path) -> list[Run]:
     except OSError as error:
         raise Fault(f"{path}: {error.strerror}") from None
     # What is no JSON is told what is wrong with it by the store's reader.
-    return _runs_of_json(path) if start.lstrip()[:1] == b"{" else runs_of_store(path)
+    return _runs_of_json(path) if start.removeprefix(BOM_UTF8).lstrip()[:1] == b"{" else runs_of_store(path)
 
 
 def _is_baseline(path: Path) -> bool:
@@ -82,7 +83,7 @@ def _is_baseline(path: Path) -> bool:
 
 def _runs_of_json(path: Path) -> list[Run]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise Fault(f"{path}: truncated or damaged JSON ({error}); make it anew with `stagetrace baseline`") from None
     if document.get("kind") != KIND:
@@ -92,8 +93,12 @@ def _runs_of_json(path: Path) -> list[Run]:
         raise Fault(f"{path}: baseline of schema {document.get('schema')}, this stagetrace reads {SCHEMA}; {cure}")
     try:
         runs = [_run_of(path, index, each, document["columns"]) for index, each in enumerate(document["runs"], 1)]
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise Fault(f"{path}: not a whole baseline ({type(error).__name__}: {error}); make it anew") from None
+    except KeyError as error:
+        raise Fault(f"{path}: not a whole baseline ({error} is missing); make it anew") from None
+    except ValueError as error:
+        raise Fault(f"{path}: not a whole baseline ({error}); make it anew") from None
+    except (TypeError, AttributeError, OverflowError):
+        raise Fault(f"{path}: not a whole baseline (a value in it is of the wrong kind); make it anew") from None
     if not runs or not all(run.requests for run in runs):
         raise Fault(f"{path}: no requests in it; make it anew with `stagetrace baseline`")
     return runs

@@ -20,6 +20,8 @@ _LOOSE = {"kv_blocks": 0.10, "output_tokens": 0.05, "cached_tokens": 0.05}
 _NAMED_ONLY = ("engine_version",)
 #: What two servers under test may differ in on purpose: all but what is asked of them, and of which model and card.
 ALWAYS_EQUAL = ("model", "device", "gpu", *ASKED)
+#: All that is compared.
+FIELDS = tuple(sorted({*SETTINGS, *ASKED}))
 #: A baseline keeps the time a run began to a millisecond, and each of its times to four digits.
 _SAME_START_NS, _SAME_TIME = 2_000_000, 2e-3
 #: Of all prompts, so many must be in every run. A few fail in each, and not the same ones: over ten runs that adds up.
@@ -47,10 +49,9 @@ class Sides:
 
 def allowed(fields: Collection[str], where: str = "--allow") -> tuple[str, ...]:
     """The fields that may differ, as ``where`` says; Fault for one that there is not."""
-    known = sorted({*SETTINGS, *ASKED})
-    strange = sorted(set(fields) - set(known))
+    strange = sorted(set(fields) - set(FIELDS))
     if strange:
-        raise Fault(f"{where} {strange[0]}: no such field; there are: {', '.join(known)}")
+        raise Fault(f"{where} {strange[0]}: no such field; there are: {', '.join(FIELDS)}")
     return tuple(fields)
 
 

@@ -32,7 +32,10 @@ def discover(target: Target, settings: Settings, headers: dict[str, str]) -> Ser
     models = _models(body) if status == 200 else []
     names = [str(model["id"]) for model in models]
     if settings.model is None and not names:
-        raise Fault(f"{settings.place}: /v1/models lists no model (HTTP {status}); name one with --model")
+        raise Fault(
+            f"{settings.place}: /v1/models lists no model (HTTP {status}); if it serves one all the same, "
+            "`stagetrace load --model` can name it"
+        )
     if settings.model is not None and names and settings.model not in names:
         raise Fault(f"{settings.place}: unknown model {settings.model}; the server has: {', '.join(names)}")
     chosen = settings.model or names[0]

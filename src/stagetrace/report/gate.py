@@ -29,12 +29,14 @@ def gate_view(report: Report, explain: bool) -> RenderableType:
 
 
 def _context(report: Report) -> Iterator[str]:
-    known = report.sides.current[0].fingerprint
+    before, known = report.sides.baseline[0].fingerprint, dict(report.sides.current[0].fingerprint)
+    for name in (line.partition(" ")[0] for line in report.sides.differ):
+        known[name] = f"{before.get(name)} → {known.get(name)}"
     runs = f"{report.runs[0]} against {report.runs[1]} runs"
     driven = (
         f"concurrency {known['concurrency']}" if known.get("concurrency") else f"{known.get('request_rate')} requests/s"
     )
-    caching = {"1": "on", "0": "off"}.get(str(known.get("prefix_caching")), "unknown")
+    caching = {"1": "on", "0": "off", "None": "unknown"}.get(caching := str(known.get("prefix_caching")), caching)
     yield (
         f"{known.get('engine') or 'engine unknown'} {known.get('engine_version') or ''}, model {known.get('model')}, "
         f"GPU {known.get('gpu') or 'none seen'}, {driven}, prefix caching {caching}, {known.get('prompt_mix')}, "

@@ -101,7 +101,7 @@ class Live:
         body["messages" if chat else "prompt"] = [{"role": "user", "content": text}] if chat else text
         return body
 
-    def records(self, results: list[ClientResult], timeout: float = 10.0) -> list[Any]:
+    def records(self, results: list[ClientResult], timeout: float = 60.0) -> list[Any]:
         """The stored record of each result, in order; waits until all of them are there and finished."""
         from stagetrace import load
 

@@ -62,7 +62,7 @@ def ended(ship: Ship, calls: list[Call], code: int) -> list[RequestRecord]:
     left_with = ship.live.server.wait(60)
     assert left_with == code, f"it left with {left_with}, not {code}"
     answers = [call.result() for call, _ in calls]
-    stored = ship.stored([trace for trace, _ in answers], timeout_s=5)
+    stored = ship.stored([trace for trace, _ in answers], timeout_s=30)
     counts = [len(records) for records in stored]
     assert counts == [count for _, count in calls], f"sequences: {counts}"
     records = [record for of_one in stored for record in of_one]

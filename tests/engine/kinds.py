@@ -14,6 +14,7 @@ from stagetrace.model import RequestRecord
 from stagetrace.stages import STAGES
 from tests.engine.conftest import Live
 from tests.engine.serving import ClientResult, send
+from tests.engine.ship import engine_has, wait
 from tests.invariants import violations
 
 CHAT = "/v1/chat/completions"
@@ -57,7 +58,7 @@ def usage(client: ClientResult) -> tuple[int, int]:
     return prompt, found.get("completion_tokens", found.get("output_tokens", 0))
 
 
-def stored(live: Live, names: list[str], timeout: float = 20.0) -> dict[str, list[RequestRecord]]:
+def stored(live: Live, names: list[str], timeout: float = 60.0) -> dict[str, list[RequestRecord]]:
     """The finished records of these requests, by the ``x-request-id`` they were sent with."""
     assert live.store is not None
     until = time.monotonic() + timeout
@@ -79,17 +80,23 @@ def ask_all(live: Live, kinds: dict[str, Kind]) -> dict[str, Answered]:
     return {name: Answered(kind, clients[name], records[name]) for name, kind in kinds.items()}
 
 
-def together(live: Live, bodies: dict[str, dict[str, Any]], apart_s: float = 0.0) -> dict[str, RequestRecord]:
-    """Send these so many seconds apart, and return their records."""
+def together(live: Live, bodies: dict[str, dict[str, Any]], after: int | None = None) -> dict[str, RequestRecord]:
+    """Send these, and return their records; all at a time, or each when the engine has one more than ``after``."""
     threads = [
         threading.Thread(target=send, args=(live.port, body, {"x-request-id": name})) for name, body in bodies.items()
     ]
-    for thread in threads:
+    for number, thread in enumerate(threads):
+        if after is not None:
+            in_the_engine(live, after + number)
         thread.start()
-        time.sleep(apart_s)
     for thread in threads:
         thread.join(120)
     return {name: records[0] for name, records in stored(live, list(bodies)).items()}
+
+
+def in_the_engine(live: Live, count: int) -> None:
+    """Wait until it has so many sequences, running and waiting: an order that does not hang on who gets the CPU."""
+    wait(lambda: engine_has(live.port) >= count, f"{count} sequences are in the engine")
 
 
 def at_once(live: Live, name: str, output: int, *tokens: int, **more: Any) -> list[RequestRecord]:

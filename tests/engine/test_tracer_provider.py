@@ -97,7 +97,7 @@ async def pieces(engine):
     async def spoken():
         for ids in ([5, 6, 7], [8], [9, 10]):
             yield StreamingInput({"prompt_token_ids": ids})
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1)
     with tracer.start_as_current_span("host session"):
         params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
         outputs = [output async for output in engine.generate(spoken(), params, "pieces")]
@@ -271,7 +271,7 @@ def test_a_request_that_comes_in_pieces_is_one(server: Seen) -> None:
     assert (record.status, record.prompt_tokens) == ("ok", 3), "the first piece is what was waited for"
     assert record.output_tokens == len(record.token_times_ms) == server.said["PIECES"] == 12
     assert record.ttft_ms is not None and record.e2e_ms is not None
-    assert record.ttft_ms < 500 < 1500 <= record.e2e_ms
+    assert record.ttft_ms < 1000 < 3000 <= record.e2e_ms
 
 
 def test_asyncllm_in_the_host_s_process_under_fork(starter: Starter, model: Path, tmp_path: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from .collect.sinks import ExportError, exporters
 from .exporting import Say
-from .outfile import STDOUT, writing
+from .outfile import STDOUT, spare, writing
 from .store import load
+
+#: So many bytes tell a kind of file.
+_ALIKE = 12
 
 
 def export(file: Path, form: str, out: Path, say: Say) -> int:
@@ -30,10 +34,18 @@ def export(file: Path, form: str, out: Path, say: Say) -> int:
     return _write(out, lines)
 
 
-def _write(out: Path, lines: Iterable[str]) -> int:
+def _begins(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(_ALIKE)
+
+
+def _write(out: Path, lines: Iterator[str]) -> int:
     try:
+        # Only what begins as this does, an earlier export, gives way to it.
+        first = next(lines, "")
+        spare("-o", out, lambda there: _begins(there) == first.encode()[:_ALIKE])
         with writing(out) as file:
-            return sum(1 for line in lines if file.write(line + "\n"))
+            return sum(1 for line in chain([first] if first else [], lines) if file.write(line + "\n"))
     except BrokenPipeError:
         raise  # whoever reads has enough
     except OSError as error:

@@ -46,7 +46,8 @@ class Aside:
     def left_out(self) -> str:
         """How many requests are not in the timers, and why."""
         parts = ", ".join(f"{count} {status}" for status, count in sorted(self.others.items()))
-        return f"{sum(self.others.values())} other requests are not in the timers: {parts}"
+        count = sum(self.others.values())
+        return f"{count} other requests are not in the timers: {parts} (rate, concurrency and time span count them)"
 
 
 def numbers(trace: Trace) -> Numbers:
@@ -57,7 +58,7 @@ def numbers(trace: Trace) -> Numbers:
     cards = account(trace)
     return {
         "schema": SCHEMA,
-        "context": _context(trace, [root for root in roots if _answered(root)], done),
+        "context": _context(trace, roots, done),
         "timers": {
             "queue_ms": quantiles(r.queue_ms for r in done),
             "prefill_ms": quantiles(r.prefill_ms for r in done),
@@ -86,7 +87,7 @@ def aside(trace: Trace) -> Aside:
     lengths = [_length(r) for r in done]
     return Aside(
         session=trace.runs[-1].session if trace.runs else None,
-        window_s=_window_s([root for root in roots if _answered(root)]),
+        window_s=_window_s(roots),
         others=dict(Counter(_status(root) for root in roots if not _answered(root))),
         steps=len(steps),
         pinned=len(pinned) / len(steps) if steps else 0.0,
@@ -120,7 +121,7 @@ def _e2e_ms(root: Root) -> float:
 
 
 def _window_s(roots: list[Root]) -> float | None:
-    """From the first request's start to the last one's end."""
+    """From the first request's start to the last one's end; those that failed were work for the server, too."""
     if not roots:
         return None
     first, last = (
@@ -141,9 +142,10 @@ def _config(trace: Trace) -> dict[str, Any]:
 def _context(trace: Trace, roots: list[Root], done: list[RequestRecord]) -> dict[str, Any]:
     run, config = trace.runs[-1] if trace.runs else None, _config(trace)
     window_s = _window_s(roots)
+    ended = sum(any(record.e2e_ms is not None for record in root) for root in roots)
     tokens = sum(record.output_tokens or 0 for record in done)
     return {
-        "request_rate": len(roots) / window_s if window_s else None,
+        "request_rate": ended / window_s if window_s else None,
         "concurrency": sum(map(_e2e_ms, roots)) / 1e3 / window_s if window_s else None,
         "prefix_caching": _flag(config.get("prefix_caching")),
         "chunked_prefill": _flag(config.get("chunked_prefill")),
@@ -152,7 +154,7 @@ def _context(trace: Trace, roots: list[Root], done: list[RequestRecord]) -> dict
         "engine_version": run.engine_version if run else None,
         "model": run.model if run else None,
         "gpu": config.get("gpu"),
-        "requests": len(roots),
+        "requests": sum(map(_answered, roots)),
         "prompt_tokens": quantiles(float(r.prompt_tokens) for r in done if r.prompt_tokens is not None),
         "output_tokens": quantiles(float(r.output_tokens) for r in done if r.output_tokens is not None),
         "output_tokens_per_s": tokens / window_s if window_s else None,

@@ -12,10 +12,12 @@ import re
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+
+from .faults import Fault
 
 STDOUT = Path("-")
 #: As many links as the kernel follows.
@@ -35,6 +37,13 @@ def replaced(path: Path) -> Path | None:
     """
     place = _place(path)
     return None if isinstance(place, int) or _as_it_is(place) or not place.exists() else place
+
+
+def spare(option: str, path: Path, fits: Callable[[Path], bool]) -> None:
+    """Fault where writing to ``path`` would replace a file that is not ``fits``, of the kind that is written there."""
+    there = replaced(path)
+    if there is not None and not fits(there):
+        raise Fault(f"{option} {path}: there is something else, which is not overwritten; name another file")
 
 
 def folder(path: Path) -> Path | None:

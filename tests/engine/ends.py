@@ -82,7 +82,7 @@ def ended(ship: Ship, calls: list[Call], code: int) -> list[RequestRecord]:
     problems += [f"{record.request_id} is in flight" for record in everything if record.status == "in_flight"]
     assert not problems, "\n".join(problems)
     if not ship.before:
-        assert any(f"{len(everything)} requests recorded" in line for line in ship.said()), ship.said()
+        assert any(f"{len(roots)} requests recorded" in line for line in ship.said()), ship.said()
     left = [(path / sessions.OWNER).read_text().split()[0] for path in sessions.base().glob("stagetrace-*-*")]
     assert str(ship.live.server.pid) not in left, "its session is still there"
     return records

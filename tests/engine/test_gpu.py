@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 
 from stagetrace import load
+from stagetrace.numbers import numbers
 from tests.engine.conftest import Live, Starter
 from tests.engine.serving import ClientResult, run_many
 from tests.invariants import end_of, violations
@@ -101,13 +99,10 @@ def test_every_long_stage_carries_the_cards_counters(
 
 
 def test_joules_of_requests_and_idle_are_the_cards(live: Live, records: list[Any], script: Script) -> None:
-    out = subprocess.run(
-        [sys.executable, "-m", "stagetrace", "numbers", str(live.store), "--json"], capture_output=True, check=True
-    ).stdout
-    document = json.loads(out)
+    trace = load(live.store)  # once: the card goes on being sampled
+    document = numbers(trace)
     gpu = document["gpu"]
     assert document["context"]["gpu"] == script.cards[0].name
-    trace = load(live.store)
     first, last = (script.seconds(trace.gpu[i].t_ns) for i in (0, -1))
     true = integral(POWER, first, last)
     assert gpu["energy_j"] == pytest.approx(true, rel=0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sqlite3
@@ -157,13 +158,23 @@ def test_too_noisy_is_inconclusive_and_says_what_would_do(stagetrace: Cli, store
     assert "--inconclusive maybe" in stagetrace.refused(*files, "--inconclusive", "maybe")
 
 
+def test_noise_that_drowns_anything_is_no_figure(stagetrace: Cli, stores: Callable[..., Any]) -> None:
+    before, after = stores(noise=Noise(0.8, 0.0, 0.02), runs=3)
+    files = ("gate", "--baseline", *before, "--current", *after)
+    assert max(row["detectable"] for row in json.loads(stagetrace(*files, "--json")[1])["measures"]) > 9
+    assert "; even 10 times the " in stagetrace(*files)[1].splitlines()[-1]
+
+
 def test_what_it_writes_spoils_nothing(stagetrace: Cli, stores: Callable[..., Any]) -> None:
     before, after = stores()
     assert stagetrace("baseline", *before, "-o", "base.json")[0] == 0
     Path("notes.txt").write_text("mine")
+    Path("other.json").write_text('\n{"kind": 1}')
+    Path("other.xml").write_text("<?xml version='1.0'?><x/>")
     for option, path, why in (
         ("--junit", before[0], "an input of this comparison"), ("--junit", "base.json", "an input of this comparison"),
         ("--markdown", after[1], "an input of this comparison"), ("--junit", "notes.txt", "something else"),
+        ("--markdown", "other.json", "something else"), ("--markdown", "other.xml", "something else"),
     ):  # fmt: skip
         there = Path(path).read_bytes()
         files = ("--baseline", "base.json", before[0]) if path == before[0] else ("--baseline", "base.json")
@@ -196,6 +207,22 @@ def test_a_closed_stdout_does_not_change_the_verdict(stores: Callable[..., Any],
     line = ["sh", "-c", f"{shlex.join(words)} >&-"]
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("more", [(), ("--json",), ("--junit", "-"), ("--markdown", "-")])
+def test_a_reader_who_has_left_does_not_change_the_verdict(
+    more: tuple[str, ...], stores: Callable[..., Any], tmp_path: Path
+) -> None:
+    """1 is that of a slowdown."""
+    before, after = stores()
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "stagetrace", "gate", "--baseline", *before, "--current", *after, *more]
+    try:
+        done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, timeout=DEADLINE_S)
+    finally:
+        os.close(writer)
+    assert done.returncode == 0, done.stderr
 
 
 def test_one_run_a_side_is_inconclusive(stagetrace: Cli, stores: Callable[..., Any]) -> None:

@@ -341,6 +341,7 @@ def test_lengths_that_the_model_does_not_take(stagetrace: Cli, server: Start) ->
         (("--url", "http://h", "--requests", "0"), "--requests"),
         (("--url", "http://h", "-o", "gone/client.json"), "gone"),
         (("--url", "http://h", "-o", "other"), "other"),
+        (("--url", "http://h", "--prompt-tokens", "90:1,50-60:1", "--shared-prefix", "50"), "a prompt of 50 tokens"),
     ],
 )
 def test_what_cannot_be_sent(stagetrace: Cli, arguments: tuple[str, ...], names: str) -> None:

@@ -85,8 +85,11 @@ def test_others_are_counted_and_said(stagetrace: Cli) -> None:
     file = store(("s", [request(1, 0, 100), *others, *partly], [step(1, 0.1, 0)]))
     found, err = document(stagetrace, file)
     line = "3 other requests are not in the timers: 1 aborted, 1 error, 1 in_flight"
+    # They were work for the server all the same: from 0 to 350 ms, and 100, 50 and 50 ms of them in it.
+    assert found["context"]["request_rate"] == pytest.approx(3 / 0.35)
+    assert found["context"]["concurrency"] == pytest.approx(200 / 350)
     assert found["context"]["requests"] == 1 and found["timers"]["ttft_ms"]["p99"] == 10.0
-    assert err == f"stagetrace: {line}\n"
+    assert err == f"stagetrace: {line} (rate, concurrency and time span count them)\n"
     assert line in stagetrace("numbers", file)[1]
 
 

@@ -216,6 +216,8 @@ def test_a_store_is_exported_with_the_spans_that_would_have_been_sent(tmp_path: 
         (("s.db", "-o", "no/such/place"), "no/such/place: No such file or directory"),
         (("s.db", "-o", "."), ".: Is a directory"),
         (("letter", "-o", "o"), "not a stagetrace store"),
+        (("s.db", "-o", "o"), "-o o: there is something else"),
+        (("s.db", "-o", "another.db"), "-o another.db: there is something else"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_and_nothing_overwritten(
@@ -224,11 +226,13 @@ def test_what_cannot_be_exported_is_refused_and_nothing_overwritten(
     before = stored(tmp_path / "s.db").read_bytes()
     (tmp_path / "letter").write_text("Dear reader")
     (tmp_path / "o").write_text("keep")
+    (tmp_path / "another.db").write_bytes(before)
     done = export(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     (said,) = done.stderr.splitlines()
     assert says in said and said.startswith("stagetrace: ")
     assert (tmp_path / "o").read_text() == "keep" and (tmp_path / "s.db").read_bytes() == before
+    assert (tmp_path / "another.db").read_bytes() == before
 
 
 @pytest.mark.parametrize("out", ["-", "out/stdout", "/dev/fd/1"])
@@ -251,7 +255,9 @@ def test_what_leads_to_stdout_is_written_there_and_stays(out: str, tmp_path: Pat
 
 def test_a_link_is_followed_and_a_descriptor_written(tmp_path: Path) -> None:
     store = stored(tmp_path / "s.db")
-    (tmp_path / "target").write_text("old")
+    assert export(store, "-o", tmp_path / "target").returncode == 0
+    with open(tmp_path / "target", "a") as old:
+        old.write("of an earlier export\n")
     (tmp_path / "link").symlink_to("target")
     assert export(store, "--output", tmp_path / "link").returncode == 0
     assert (tmp_path / "link").is_symlink() and len((tmp_path / "target").read_text().splitlines()) == 5

@@ -162,17 +162,16 @@ def _nothing_in_vain(context: typer.Context, ab: tuple[str, str] | None) -> None
 
 def _unharmed(junit: Path | None, markdown: Path | None, inputs: Files) -> None:
     """Fault where what is written would spoil an input, or a file of another kind."""
-    from ..outfile import replaced
+    from ..outfile import replaced, spare
 
-    for name, path, fits in (("--junit", junit, _is_xml), ("--markdown", markdown, _is_text)):
+    for name, path, fits in (("--junit", junit, _is_xml), ("--markdown", markdown, _is_markdown)):
+        if path is None:
+            continue
         with suppress(OSError):  # what cannot be written is told when it is
-            there = replaced(path) if path else None
-            if there is None:
-                continue
-            if any(file.exists() and file.samefile(there) for file in inputs):
+            there = replaced(path)
+            if there and any(file.exists() and file.samefile(there) for file in inputs):
                 raise Fault(f"{name} {path}: that is an input of this comparison; name another file")
-            if not fits(there):
-                raise Fault(f"{name} {path}: there is something else, which is not overwritten; name another file")
+            spare(name, path, fits)
 
 
 def _is_xml(path: Path) -> bool:
@@ -180,9 +179,11 @@ def _is_xml(path: Path) -> bool:
         return file.read(64).lstrip()[:1] in (b"", b"<")
 
 
-def _is_text(path: Path) -> bool:
+def _is_markdown(path: Path) -> bool:
+    """Text that is neither JSON nor XML, which would be neither any more."""
     with open(path, "rb") as file:
-        return b"\0" not in file.read(4096)
+        start = file.read(4096)
+    return b"\0" not in start and not start.lstrip().startswith((b"{", b"<?xml"))
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -323,7 +324,7 @@ def _written(report: Report, code: int, junit: Path | None, markdown: Path | Non
             except BrokenPipeError:
                 continue  # a reader who has seen enough does not change the verdict
             except OSError as error:
-                raise Fault(f"{path}: {error.strerror}") from None
+                raise Fault(f"{path}: {error.strerror}; name another file") from None
 
 
 def _on_stdout(junit: Path | None, markdown: Path | None, as_json: bool) -> bool:
@@ -343,6 +344,10 @@ def _shown(report: Report, code: int, explain: bool, as_json: bool, aside: bool)
     """Print; a reader who has seen enough does not change the verdict."""
     from rich.console import Console
 
+    class _Console(Console):
+        def on_broken_pipe(self) -> None:  # rich would end with 1, which is a verdict here
+            raise BrokenPipeError
+
     from ..gate.output import document
     from ..report.gate import gate_view
 
@@ -351,7 +356,7 @@ def _shown(report: Report, code: int, explain: bool, as_json: bool, aside: bool)
             typer.echo(json.dumps(document(report, code), allow_nan=False))
         else:
             # A narrow terminal breaks lines; a figure that lost its end would be another figure.
-            console = Console(stderr=aside, width=max(Console(stderr=aside).width, WIDTH))
+            console = _Console(stderr=aside, width=max(Console(stderr=aside).width, WIDTH))
             console.print(gate_view(report, explain), highlight=False, soft_wrap=True)
         sys.stdout.flush()
     except OSError as error:

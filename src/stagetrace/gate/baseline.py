@@ -26,14 +26,13 @@ _SQLITE = b"SQLite format 3\0"
 def write_baseline(runs: list[Run], path: Path) -> None:
     """Write the runs, whole or not at all. Fault where something else lies there."""
     try:
-        if (there := outfile.replaced(path)) and not _is_baseline(there):
-            raise Fault(f"-o {path}: there is something else, which is not overwritten; name another file")
+        outfile.spare("-o", path, _is_baseline)
         with outfile.writing(path, 0o644) as file:  # it is to be committed, and holds times and settings only
             file.write(render(runs))
     except BrokenPipeError:
         raise  # whoever reads has enough
     except OSError as error:
-        raise Fault(f"-o {path}: {error.strerror}") from None
+        raise Fault(f"-o {path}: {error.strerror}; name another file") from None
 
 
 def render(runs: list[Run]) -> str:
@@ -69,7 +68,7 @@ def read_runs(path: Path) -> list[Run]:
         with open(path, "rb") as file:
             start = file.read(len(_SQLITE))
     except OSError as error:
-        raise Fault(f"{path}: {error.strerror}") from None
+        raise Fault(f"{path}: {error.strerror}; name a store or a baseline") from None
     # What is no JSON is told what is wrong with it by the store's reader.
     return _runs_of_json(path) if start.removeprefix(BOM_UTF8).lstrip()[:1] == b"{" else runs_of_store(path)
 

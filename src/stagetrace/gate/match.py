@@ -65,7 +65,7 @@ def match(
     each_once([*baseline, *current])
     for side in (baseline, current):
         if how := unlike(side, allow):
-            raise Fault(f"{how}, on the same side")
+            raise Fault(f"{how}, on the same side: give runs of one server and one load (or --allow what differs)")
     fields = _differ(baseline[0], current[0])
     refused = [
         name for name in fields
@@ -149,7 +149,10 @@ def _stages_missing(sides: Sides) -> None:
         for other in sides.runs:
             for stage, state in run.without.items():
                 if stage not in other.without:
-                    raise Fault(f"{run.name}: stage {stage} has no time ({state}), but has one in {other.name}")
+                    raise Fault(
+                        f"{run.name}: stage {stage} has no time ({state}), but has one in {other.name}; "
+                        "compare runs that both have it"
+                    )
 
 
 def columns(sides: Sides) -> dict[str, tuple[list[str], Array]]:

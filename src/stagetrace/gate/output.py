@@ -58,7 +58,7 @@ def _could_have_seen(report: Report) -> str:
         return ""
     least = math.expm1(row.outcome.detectable)
     if least > _HUGE:
-        return f"; only a {row.measure.title} {_HUGE + 1:.0f} times as long would surely have been caught"
+        return f"; even {_HUGE + 1:.0f} times the {row.measure.title} might not have been caught"
     return f"; from {_percent(least)} on, any timer or large stage would have been caught ({row.measure.title} last)"
 
 

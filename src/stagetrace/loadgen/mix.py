@@ -32,6 +32,11 @@ class Mix:
         return low + int(where * (high - low + 1))
 
     @property
+    def shortest(self) -> int:
+        """The smallest length it can draw."""
+        return min(low for (low, _), weight in zip(self.ranges, self.weights, strict=True) if weight)
+
+    @property
     def longest(self) -> int:
         """The greatest length it can draw."""
         return max(high for (_, high), weight in zip(self.ranges, self.weights, strict=True) if weight)

@@ -78,11 +78,11 @@ class Settings:
             raise Fault(f"--rate {self.rate:g}: give requests per second, more than 0 and at most 100000")
         if self.duration_s is not None and not 0 < self.duration_s <= 1e6:
             raise Fault(f"--duration {self.duration_s:g}: give seconds, more than 0 and at most a million")
-        return (
-            parse_url(self.url),
-            parse_mix("--prompt-tokens", self.prompt_tokens),
-            parse_mix("--output-tokens", self.output_tokens),
-        )
+        prompts = parse_mix("--prompt-tokens", self.prompt_tokens)
+        if self.shared_prefix >= prompts.shortest:
+            least = f"a prompt of {prompts.shortest} tokens (--prompt-tokens {self.prompt_tokens})"
+            raise Fault(f"--shared-prefix {self.shared_prefix}: {least} would be nothing else; give less than that")
+        return parse_url(self.url), prompts, parse_mix("--output-tokens", self.output_tokens)
 
     @property
     def place(self) -> str:

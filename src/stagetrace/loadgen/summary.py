@@ -75,14 +75,14 @@ def document(settings: Settings, outcome: Outcome) -> dict[str, Any]:
 def check_output(path: Path) -> None:
     """Fault, before anything is sent, if the client file could not be written there, or something else is there."""
     try:
-        folder, there = outfile.folder(path), outfile.replaced(path)
+        folder = outfile.folder(path)
         if folder and not (folder.is_dir() and os.access(folder, os.W_OK)):
             raise Fault(f"-o {path}: {folder} is no directory that can be written")
-        ours = there is None or there.read_bytes()[: len(_HEAD)] == _HEAD.encode()
+        if path.is_dir():
+            raise Fault(f"-o {path}: that is a directory; name a file")
+        outfile.spare("-o", path, lambda there: there.read_bytes()[: len(_HEAD)] == _HEAD.encode())
     except OSError as error:
         raise Fault(f"-o {path}: {error.strerror}; name another file") from None
-    if not ours or path.is_dir():
-        raise Fault(f"-o {path}: there is something else, which is not overwritten; name another file")
 
 
 def write(path: Path, settings: Settings, outcome: Outcome) -> None:

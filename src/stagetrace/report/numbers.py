@@ -19,7 +19,7 @@ def context_line(context: dict[str, Any], percentile: str = "p50/p95/p99") -> st
     """The four facts without which a latency is no measurement, and what was measured."""
     caching = {True: "on", False: "off", None: "unknown"}[context["prefix_caching"]]
     return (
-        f"{context['engine'] or 'engine unknown'} {context['engine_version'] or ''}, "
+        f"{' '.join(filter(None, [context['engine'] or 'engine unknown', context['engine_version']]))}, "
         f"model {context['model'] or 'unknown'}, GPU {context['gpu'] or 'none seen'}, "
         f"{context['requests']} requests: "
         f"request rate {_n(context['request_rate'])}/s, concurrency {_n(context['concurrency'])}, "

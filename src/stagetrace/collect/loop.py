@@ -149,7 +149,7 @@ class Collector:
             self._take_stock()
         steps = self.assembler.steps()
         done = self.assembler.finished(now, closing)
-        self.requests += sum(record.sequence == 0 for record in done)  # one of several answers each
+        self.requests += sum(record.sequence == 0 for record in done)  # the first of each request's answers
         running = self._running(now) if snapshot and not closing else []
         self._run_changed(bool(steps or done or running or samples))
         wanted = asked and not self.owes(int(asked))
